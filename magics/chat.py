@@ -11,6 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from nbengine.errors import NBEngineError
+from nbengine.frontend.text.interpolate import interpolate
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested
 from nbengine.magics.config import NBEngine
 from nbengine.magics.conversations.answer import Answer, answer_in, reading_of
@@ -29,7 +30,6 @@ from nbengine.magics.generation.turn import Turn
 from nbengine.magics.generation.view import Appearance
 from nbengine.magics.generation.waiting import Wait
 from nbengine.magics.help import documented
-from nbengine.magics.interpolate import interpolate
 from nbengine.magics.kept_runs.recording import Occasion, Recorder
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import NotebookSession

@@ -16,14 +16,21 @@ from nbengine.config.cache import KV_CACHE_DTYPES
 from nbengine.config.model import DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, ROUNDINGS
 from nbengine.config.parallel import DATA_PARALLEL_BACKENDS, EXECUTOR_BACKENDS
 from nbengine.config.scheduler import POLICIES
+from nbengine.errors import NBEngineError
+from nbengine.frontend.prompts.prompt import named
+from nbengine.frontend.text.interpolate import is_text, unfinished_field
 from nbengine.magics.arguments import MagicParser, split_prompt
 from nbengine.magics.conversations.arguments import chat_parser
 from nbengine.magics.conversations.conversation import Conversations
 from nbengine.magics.dashboard_arguments import dashboard_parser
 from nbengine.magics.engine import EngineMagics
 from nbengine.magics.generation.arguments import generate_parser
-from nbengine.magics.interpolate import is_text, unfinished_field
-from nbengine.magics.kept_runs.arguments import PARSERS, runs_parser
+from nbengine.magics.kept_prompts.arguments import PARSERS as PROMPTS_PARSERS
+from nbengine.magics.kept_prompts.arguments import prompt_parser, prompts_parser
+from nbengine.magics.kept_prompts.calls import positionals_of
+from nbengine.magics.kept_prompts.shelf import Shelf
+from nbengine.magics.kept_runs.arguments import PARSERS as RUNS_PARSERS
+from nbengine.magics.kept_runs.arguments import runs_parser
 from nbengine.magics.session import NotebookSession, live_engines
 from nbengine.models.checkpoints.files import list_aliases
 
@@ -44,6 +51,14 @@ _OF_THIS_NOTEBOOK = ("stop", "detach", "restart", "load", "config", "status", "s
 """Commands of `%engine` that take attached engines; others also take engines that merely run."""
 
 _WITH_PROMPTS = ("generate", "chat")
+_KEPT_PROMPTS = ("prompt", "prompts", "first", "second")
+"""The arguments that name kept prompts."""
+Parsers = Mapping[str, Callable[[], MagicParser]]
+_WITH_COMMANDS: Mapping[str, tuple[Parsers, Callable[[], MagicParser]]] = {
+    "runs": (RUNS_PARSERS, runs_parser),
+    "prompts": (PROMPTS_PARSERS, prompts_parser),
+}
+"""Magics with commands: the commands' parsers, and that of the line without one."""
 
 Matcher = Callable[[CompletionContext], SimpleMatcherResult]
 
@@ -57,16 +72,19 @@ class Completion:
         session: NotebookSession,
         conversations: Conversations,
         engine: EngineMagics,
+        shelf: Shelf,
     ) -> None:
         self.parsers: dict[str, Callable[[], MagicParser]] = {
             "generate": generate_parser,
             "chat": chat_parser,
             "dashboard": dashboard_parser,
+            "prompt": prompt_parser,
         }
         self._shell = shell
         self._session = session
         self._conversations = conversations
         self._engine = engine
+        self._shelf = shelf
         self._matcher = self._make_matcher()
 
     def install(self) -> None:
@@ -91,11 +109,14 @@ class Completion:
         words = rest[: len(rest) - len(fragment)].split()
         if match["magic"] == "engine" and match["sign"] == "%":
             fragment, candidates = self._of_engine(words, fragment)
-        elif match["magic"] == "runs" and match["sign"] == "%":
-            fragment, candidates = self._of_runs(words, fragment)
+        elif match["magic"] in ("runs", "prompts") and match["sign"] == "%":
+            commands, listing = _WITH_COMMANDS[match["magic"]]
+            fragment, candidates = self._of_commands(commands, listing, words, fragment, match["magic"])
         elif match["magic"] in self.parsers:
             parser = self.parsers[match["magic"]]()
             is_line = match["sign"] == "%"
+            if match["magic"] == "generate" and (call := self._of_call(parser, words, fragment)) is not None:
+                return fragment, call
             if is_line and not parser.positionals and _has_prompt(rest[: len(rest) - len(fragment)], parser):
                 return "", []
             fragment, candidates = self._of_flags(
@@ -128,14 +149,45 @@ class Completion:
             return fragment, []
         return self._of_flags(parser, words[1:], fragment, words[0], offers_flags=True)
 
-    def _of_runs(self, words: list[str], fragment: str) -> tuple[str, list[str]]:
+    def _of_commands(
+        self,
+        commands: Parsers,
+        listing: Callable[[], MagicParser],
+        words: list[str],
+        fragment: str,
+        magic: str,
+    ) -> tuple[str, list[str]]:
+        """Complete a line that begins with one of `commands`, or has the flags of `listing`."""
         if not words and not fragment.startswith("-"):
-            return fragment, list(PARSERS)
-        command = words[0] if words and words[0] in PARSERS else ""
+            return fragment, list(commands)
+        command = words[0] if words and words[0] in commands else ""
         if words and not command and not words[0].startswith("-"):
             return fragment, []
-        parser = PARSERS[command]() if command else runs_parser()
-        return self._of_flags(parser, words[bool(command) :], fragment, "runs", offers_flags=True)
+        parser = commands[command]() if command else listing()
+        return self._of_flags(parser, words[bool(command) :], fragment, magic, offers_flags=True)
+
+    def _of_call(self, parser: MagicParser, words: list[str], fragment: str) -> list[str] | None:
+        """Complete `@NAME` and the values behind it; None where the line names no kept prompt."""
+        last = words[-1] if words else ""
+        if parser.takes_value(last):
+            return None
+        own = [word for word in positionals_of(words, parser) if word != "--"]
+        if not own:
+            names = [f"@{name}" for name in self._shelf.names()] if fragment.startswith("@") else []
+            return [name for name in names if name.startswith(fragment)] or None
+        if not own[0].startswith("@"):
+            return None
+        if fragment.startswith("-"):
+            return (
+                [flag for flag in parser.flags if flag.startswith(fragment)] if "=" not in fragment else None
+            )
+        try:
+            prompt = self._shelf.find(*named(own[0][1:]))
+        except NBEngineError:
+            return None
+        given = {word.partition("=")[0] for word in own[1:]}
+        values = [f"{name}=" for name in prompt.variables if name not in given]
+        return [value for value in values if value.startswith(fragment)] or None
 
     def _of_flags(
         self, parser: MagicParser, words: list[str], fragment: str, command: str, *, offers_flags: bool
@@ -165,6 +217,8 @@ class Completion:
             return fragment.rpartition(",")[2], [engine.name for engine in self._session.engines]
         if action.dest == "name":
             return fragment, self._names(command)
+        if action.dest in _KEPT_PROMPTS:
+            return fragment, self._shelf.names()
         if action.dest == "model":
             return fragment, list(model_names(fragment))
         if action.dest == "json":
@@ -177,6 +231,8 @@ class Completion:
         return fragment, []
 
     def _names(self, command: str) -> list[str]:
+        if command == "prompt":
+            return self._shelf.names()
         if command == "chat":
             return self._conversations.names
         if command in _OF_THIS_NOTEBOOK:

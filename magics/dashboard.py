@@ -13,11 +13,11 @@ from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 
 from nbengine.client.engines.directory import find_engine
 from nbengine.errors import NBEngineError
+from nbengine.frontend.text.interpolate import interpolate
 from nbengine.magics.arguments import HelpRequested, split_words
 from nbengine.magics.config import NBEngine
 from nbengine.magics.dashboard_arguments import dashboard_parser
 from nbengine.magics.help import documented
-from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import NotebookSession
 from nbengine.runtime.connection import ConnectionInfo

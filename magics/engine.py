@@ -12,6 +12,7 @@ from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 from nbengine.client.engines.directory import find_engine, list_engines, reap, stop_engine
 from nbengine.config import EngineArgs
 from nbengine.errors import EngineDeadError, NBEngineError, did_you_mean
+from nbengine.frontend.text.interpolate import interpolate
 from nbengine.magics.answers.recover import RecoverCommands
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, split_words
 from nbengine.magics.config import NBEngine
@@ -34,7 +35,6 @@ from nbengine.magics.engines.serving import ServeCommand
 from nbengine.magics.engines.watch import WatchCommand
 from nbengine.magics.errors import without_traceback
 from nbengine.magics.help import ENGINE_HELP, documented
-from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
 from nbengine.runtime.other_protocols import other_engines

@@ -20,7 +20,9 @@ from nbengine.magics.conversations.conversation import Conversations
 from nbengine.magics.dashboard import DashboardMagics
 from nbengine.magics.engine import EngineMagics, farewell
 from nbengine.magics.generate import GenerateMagics
+from nbengine.magics.kept_prompts.shelf import Shelf
 from nbengine.magics.kept_runs.recording import Recorder
+from nbengine.magics.prompts import PromptsMagics
 from nbengine.magics.runs import RunsMagics
 from nbengine.magics.session import Backend, NotebookSession
 from nbengine.magics.tools.mcp_servers import McpServers
@@ -101,7 +103,8 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
     conversations, servers = Conversations(), McpServers()
     engine = EngineMagics(shell, session, config)
     recorder = Recorder(shell, config)
-    generate = GenerateMagics(shell, session, config, recorder)
+    shelf = Shelf(config)
+    generate = GenerateMagics(shell, session, config, recorder, shelf.find)
     runs = RunsMagics(shell, session, config, recorder, generate)
     extension = Extension(
         shell=shell,
@@ -110,13 +113,14 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
         engine=engine,
         generate=generate,
         transform=AwaitGenerate(shell),
-        completion=Completion(shell, session, conversations, engine),
+        completion=Completion(shell, session, conversations, engine, shelf),
         servers=servers,
         recorder=recorder,
         others=(
             ChatMagics(shell, session, config, conversations, servers, recorder),
             DashboardMagics(shell, session, config),
             runs,
+            PromptsMagics(shell, shelf, recorder),
         ),
     )
     extension.install()

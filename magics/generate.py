@@ -16,6 +16,7 @@ from nbengine.magics.arguments import HelpRequested
 from nbengine.magics.comparison.arguments import ComparisonPlan, parse_request
 from nbengine.magics.comparison.run import Comparison, begin_comparison
 from nbengine.magics.config import NBEngine
+from nbengine.magics.errors import without_traceback
 from nbengine.magics.generation.arguments import GenerateOptions, generate_parser
 from nbengine.magics.generation.readiness import make_ready
 from nbengine.magics.generation.request import send_all
@@ -23,6 +24,7 @@ from nbengine.magics.generation.stream import Stream
 from nbengine.magics.generation.submission import Submitter
 from nbengine.magics.generation.turn import Turn
 from nbengine.magics.help import documented
+from nbengine.magics.kept_prompts.calls import FindPrompt
 from nbengine.magics.kept_runs.recording import Occasion, Recorder
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import NotebookSession
@@ -36,12 +38,18 @@ class GenerateMagics(Magics):
     shell: InteractiveShell
 
     def __init__(
-        self, shell: InteractiveShell, session: NotebookSession, config: NBEngine, recorder: Recorder
+        self,
+        shell: InteractiveShell,
+        session: NotebookSession,
+        config: NBEngine,
+        recorder: Recorder,
+        find_prompt: FindPrompt,
     ) -> None:
         super().__init__(shell)
         self._session = session
         self._config = config
         self._recorder = recorder
+        self._find_prompt = find_prompt
         self._submitter = Submitter(shell, config, session, recorder)
         self._earlier = EarlierAnswers(shell, recorder)
 
@@ -62,10 +70,12 @@ class GenerateMagics(Magics):
         __tracebackhide__ = True
         shell, is_cell = self.shell, cell is not None
         try:
-            plan = parse_request(line, cell, self._config, prompt_namespace(shell))
+            plan = parse_request(line, cell, self._config, prompt_namespace(shell), self._find_prompt)
         except HelpRequested as asked:
             print(asked)
             return Turn(shell, self._session, None, is_cell=is_cell)
+        except NBEngineError as error:
+            raise without_traceback(error) from error.__cause__
         return self.begin(plan, is_cell=is_cell)
 
     def begin(self, plan: ComparisonPlan, *, is_cell: bool, against: Earlier | None = None) -> Turn:

@@ -14,6 +14,7 @@ from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 from nbengine.errors import NBEngineError, did_you_mean
 from nbengine.frontend.runs.run import RunFilter
 from nbengine.frontend.runs.store import RunStore
+from nbengine.frontend.text.interpolate import interpolate
 from nbengine.magics.answers.diff import AnswerDiff, Earlier
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, split_words
 from nbengine.magics.config import NBEngine
@@ -22,7 +23,6 @@ from nbengine.magics.errors import without_traceback
 from nbengine.magics.generate import GenerateMagics
 from nbengine.magics.generation.turn import Turn
 from nbengine.magics.help import documented
-from nbengine.magics.interpolate import interpolate
 from nbengine.magics.kept_runs.arguments import PARSERS, run_number, runs_parser
 from nbengine.magics.kept_runs.recording import Recorder
 from nbengine.magics.kept_runs.repeating import plan_again, rerun_parser
@@ -111,7 +111,10 @@ class RunsMagics(Magics):
         notebook = notebook_name(self.shell) if parsed.here else None
         if notebook == "":
             raise UsageError("%runs: --here: this frontend does not tell which notebook this is")
+        name, version = parsed.prompt or (None, None)
         choice = RunFilter(
+            prompt_name=name,
+            prompt_version=version,
             find=parsed.find,
             model=parsed.model,
             engine=parsed.engine,

@@ -18,14 +18,14 @@ AWAITED = {"generate": "GenerateMagics", "chat": "ChatMagics", "runs": "RunsMagi
 """Magics that may ask an engine, and the class whose coroutine `stream` a kernel's cell awaits in their place."""
 
 _NAMES = "|".join(AWAITED)
-_CELL = re.compile(rf"%%(?P<magic>{_NAMES})(?=\s|$)")
+_CELL = re.compile(rf"%%(?P<magic>{_NAMES}|prompt)(?=\s|$)")
 _QUESTION = re.compile(rf"(?P<lead>\s*(?:[\w.\[\]'\", ]+=\s*)?)%(?P<magic>{_NAMES})[ \t]+(?P<rest>.*\?)\s*")
 _COMMAND_HELP = re.compile(r"\s*%engine[ \t]+(?P<command>\w+)[^?]*\?{1,2}\s*")
 _MAGIC_CALLS = ("run_line_magic", "run_cell_magic")
 
 
 def keep_prompts(lines: list[str]) -> list[str]:
-    """Turn `%%generate` and `%%chat` cells and `%generate …?` lines into calls before IPython edits them.
+    """Turn `%%generate`, `%%chat` and `%%prompt` cells and `%generate …?` lines into calls before IPython edits them.
 
     IPython would dedent a body, strip `>>>` from it and drop its trailing blanks; a line that ends with a
     question mark would become a request for help on its last word. `%engine start?` asks for the help of that
@@ -36,7 +36,7 @@ def keep_prompts(lines: list[str]) -> list[str]:
     if start is not None and cell is not None:
         magic, arguments = cell["magic"], lines[start][cell.end() :].strip()
         body = "".join(lines[start + 1 :])
-        if not body.strip():
+        if not body.strip() and magic in AWAITED:
             return [f"get_ipython().run_line_magic({magic!r}, {arguments!r})\n"]
         return [f"get_ipython().run_cell_magic({magic!r}, {arguments!r}, {body!r})\n"]
     kept: list[str] = []

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from nbengine.frontend.observability.request_log import RequestLog
     from nbengine.frontend.observability.stat_loggers import LoggingStatLogger, StatLogger
     from nbengine.frontend.observability.tracing import RequestTracer
+    from nbengine.frontend.prompts.kept import prompts
     from nbengine.frontend.requests.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from nbengine.frontend.runs.kept import runs
     from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -84,6 +85,7 @@ _HOMES = {
     ),
     "nbengine.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
     "nbengine.frontend.fit": ("fit",),
+    "nbengine.frontend.prompts.kept": ("prompts",),
     "nbengine.frontend.requests.input_processor": (
         "EmbedsPrompt",
         "PromptType",
@@ -178,6 +180,7 @@ __all__ = [
     "UtilityError",
     "fit",
     "load_ipython_extension",
+    "prompts",
     "register_model",
     "runs",
     "unload_ipython_extension",

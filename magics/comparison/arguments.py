@@ -11,6 +11,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from nbengine.frontend.text.interpolate import interpolate
 from nbengine.magics.arguments import values_of
 from nbengine.magics.comparison.axes import (
     EACH,
@@ -30,7 +31,7 @@ from nbengine.magics.generation.arguments import (
     options_of,
     read_line,
 )
-from nbengine.magics.interpolate import interpolate
+from nbengine.magics.kept_prompts.calls import FindPrompt, no_prompt
 from nbengine.magics.scores.flags import score_plan
 from nbengine.magics.scores.scorers import Row, ScorePlan
 from nbengine.sampling_params import SamplingParams
@@ -84,15 +85,21 @@ class _Expansion:
 
 
 def parse_request(
-    line: str, body: str | None, config: NBEngine, namespace: Mapping[str, object]
+    line: str,
+    body: str | None,
+    config: NBEngine,
+    namespace: Mapping[str, object],
+    find_prompt: FindPrompt = no_prompt,
 ) -> ComparisonPlan:
     """Read a line, and a cell's body if there is one: what it asks for, in one request or in several.
+
+    `find_prompt` finds the kept prompts that `@NAME` means.
 
     Raises:
         UsageError: the line cannot be understood, or asks for too many answers.
         HelpRequested: `-h` was given.
     """
-    return plan_of(lambda expand: read_line(line, body, expand), config, namespace)
+    return plan_of(lambda expand: read_line(line, body, expand, find_prompt), config, namespace)
 
 
 def plan_of(
@@ -118,6 +125,7 @@ def plan_of(
     for row in itertools.product(*(axis.choices for axis in each)):
         bindings = expand.namespace = bindings_of(each, row, namespace)
         elements = {axis.name: choice.value for axis, choice in zip(each, row, strict=True)}
+        filled = None if given.call is None else given.call.fill(bindings, elements, expand)
         # Reading the flags takes longer than all else, and a line without variables says the same each time.
         if parsed is None or depends:
             parsed = given.parser.parse_words(given.words)
@@ -128,7 +136,7 @@ def plan_of(
             raise UsageError(f"{prog}: the lists in flags must be the same for each element of --each")
         for choices in itertools.product(*(axis.choices for axis in varied)):
             chosen = _with_values(parsed, varied, choices)
-            options = options_of(given, chosen, config, expand, bindings)
+            options = options_of(given, chosen, config, expand, bindings, filled)
             combinations.append(Combination(_settings(axes, (*row, *choices)), options))
             rows.append(Row(combinations[-1].settings, elements))
         used |= bindings.used

@@ -13,7 +13,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from nbengine.errors import did_you_mean
-from nbengine.magics.interpolate import look_up
+from nbengine.frontend.text.interpolate import look_up
 
 EACH = "each"
 """The name of an element where there is only one `--each`, besides its own name."""
@@ -60,6 +60,11 @@ class Bindings(Mapping[str, object]):
         self.used: set[str] = set()
         self._own = own
         self._base = base
+
+    @property
+    def own(self) -> frozenset[str]:
+        """Return the names of the row's own variables."""
+        return frozenset(self._own)
 
     def __getitem__(self, name: str) -> object:
         if name in self._own:

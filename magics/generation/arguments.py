@@ -10,11 +10,13 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from nbengine.errors import InvalidArgumentError, did_you_mean
+from nbengine.frontend.prompts.prompt import Filled
 from nbengine.magics.arguments import (
     MagicParser,
     key_value,
     positive_seconds,
     split_body,
+    split_words,
     unescaped,
     variable_name,
 )
@@ -22,6 +24,7 @@ from nbengine.magics.comparison.axes import Several, one_or_several
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.generation.structured import add_constraint_flags, constraint_of
 from nbengine.magics.generation.thinking import TemplateOptions, add_template_flags, template_options
+from nbengine.magics.kept_prompts.calls import FindPrompt, PromptCall, names_prompt, no_prompt, take_call
 from nbengine.magics.scores.flags import add_score_flags
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -46,6 +49,7 @@ Send a prompt to the engine; the answer streams into the cell.
 
   %%generate [flags]        the cell's body is the prompt
   %generate [flags] PROMPT  the rest of the line is the prompt
+  %generate @NAME x=…       the prompt is one that %%prompt NAME has kept, with these values; @NAME:2 is version 2
 
 {name}, {obj.attr}, {row["key"]}, {In[3]} and {Out[3]} in the prompt become the values of the notebook's
 variables where they exist; other braces stay as they are, and {{name}} gives {name}.
@@ -74,6 +78,8 @@ examples:
   %%generate --temperature 0,0.7,1 -n 4
   %%generate --each questions                     {questions} is each one in turn, and so is {each}
   %%generate --each item=questions --engine A,B   {item}
+  %generate @capital country=Peru --temperature 0
+  %generate @capital --each country=France,Peru    --each rows takes the columns of rows for the variables
   %%generate --each df["question"] -o answers     {question}; answers.to_frame()
   %%generate --each row=df                        {row["question"]} {row.context}
   %%generate --each row=df --temperature 0,1 --score polite --expect answer --match normalised
@@ -108,6 +114,8 @@ class GenerateOptions:
     """The messages of a conversation, the prompt as the last one of the user; none where the prompt is all."""
     tools: Mapping[str, Any] = field(default_factory=dict)
     """The tools that the model may call, as `AsyncLLM.render_chat` takes them."""
+    kept: Filled | None = None
+    """The kept prompt that the line names, with its values."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,8 @@ class GenerateLine:
     parser: MagicParser
     words: list[str]
     prompt: str
+    call: PromptCall | None = None
+    """The kept prompt that stands in the place of a text."""
 
 
 class _Repeated(argparse.Action):
@@ -271,12 +281,21 @@ def _number(kind: Callable[[str], Any], expand: Expand) -> Callable[[str], Any]:
     return read
 
 
-def read_line(line: str, body: str | None, expand: Expand) -> GenerateLine:
-    """Split a line into words and prompt, without reading its flags."""
+def read_line(
+    line: str, body: str | None, expand: Expand, find_prompt: FindPrompt = no_prompt
+) -> GenerateLine:
+    """Split a line into words and prompt, without reading its flags; `find_prompt` finds what `@NAME` means.
+
+    Raises:
+        UsageError: the line cannot be divided, or names a kept prompt that does not exist.
+    """
     prog = "%generate" if body is None else "%%generate"
     parser = generate_parser(expand, prog)
     words, prompt = split_body(line, body, parser, "prompt")
-    return GenerateLine(prog, parser, words, prompt)
+    if body is None and names_prompt(line, prompt):
+        words, prompt = [*words, *split_words(prompt, prog)], ""
+    words, call = take_call(words, prompt if body is not None else None, parser, find_prompt)
+    return GenerateLine(prog, parser, words, prompt, call)
 
 
 def options_of(
@@ -285,14 +304,15 @@ def options_of(
     config: NBEngine,
     expand: Expand,
     namespace: Mapping[str, object],
+    filled: Filled | None = None,
 ) -> GenerateOptions:
-    """Return the options of flags that have been read, each with one value.
+    """Return the options of flags that have been read, each with one value; `filled` is the kept prompt of the line.
 
     Raises:
         UsageError: they do not go together, or one of them has several values.
     """
     prog = line.prog
-    prompt = expand(line.prompt)
+    prompt = expand(line.prompt) if filled is None else filled.question
     if not prompt.strip():
         raise UsageError(f"{prog}: the prompt is empty")
     if parsed.system is not None and parsed.chat is False:
@@ -305,7 +325,20 @@ def options_of(
     if parsed.diff and parsed.noblock:
         raise UsageError(f"{prog}: --diff needs the answer, so it cannot go with -a; .diff() shows it later")
     options = common_options(parsed, prompt, config, namespace, prog, chat=parsed.chat)
-    return replace(options, background=parsed.noblock, diff=parsed.diff, timeout=parsed.timeout)
+    options = replace(options, background=parsed.noblock, diff=parsed.diff, timeout=parsed.timeout, kept=filled)
+    return options if filled is None else replace(options, messages=_messages(filled, parsed.system, config))
+
+
+def _messages(filled: Filled, system: str | None, config: NBEngine) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages of a kept prompt; a system message of the line replaces its own."""
+    if not filled.messages:
+        return ()
+    has_own = filled.messages[0]["role"] == "system"
+    if system is None:
+        system = None if has_own else config.system
+    if system is None:
+        return filled.messages
+    return ({"role": "system", "content": system}, *filled.messages[has_own:])
 
 
 def common_options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, NBEngineError
+from nbengine.frontend.prompts.prompt import Filled
 from nbengine.magics.config import NBEngine
 from nbengine.magics.conversations.answer import reading_of
 from nbengine.magics.generation.arguments import GenerateOptions, sampling_params
@@ -52,6 +54,8 @@ class Submitter:
         client = engine.client
         params = self.params(engine, options)
         messages = self._messages(engine, options)
+        if messages is None and options.kept is not None:
+            options = replace(options, prompt=_as_text(options.kept, engine.name))
         if prompt is None:
             prompt = options.prompt
             if messages is not None:
@@ -153,3 +157,13 @@ class Submitter:
             raise UsageError(
                 f"-t {options.rank}: the engine cores of engine {engine.name!r} have the ranks {ranks}"
             )
+
+
+def _as_text(kept: Filled, engine: str) -> str:
+    """Return a kept prompt as one text, for a model or a line without a chat template."""
+    if kept.text is None:
+        raise UsageError(
+            f"@{kept.name}: the prompt has roles, which only a chat template can say: it cannot go with --raw, nor to an "
+            f"engine whose model has none (engine {engine!r})"
+        )
+    return kept.text

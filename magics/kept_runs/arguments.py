@@ -6,6 +6,8 @@ import argparse
 import re
 from collections.abc import Callable, Mapping
 
+from nbengine.errors import InvalidArgumentError
+from nbengine.frontend.prompts.prompt import named
 from nbengine.magics.arguments import MagicParser, variable_name
 from nbengine.magics.config import FORMATS
 from nbengine.magics.kept_runs.repeating import rerun_parser
@@ -19,6 +21,7 @@ List the prompts that were asked in your notebooks, with their answers, the late
 
   %runs                            the latest, of all notebooks and engines
   %runs --find TEXT --last 5       those with a text in prompt, answer or note
+  %runs --prompt capital:2         those that were asked with a kept prompt
   %runs show 12                    one with all that is kept of it
   %runs diff 12 15                 what differs between two answers
   %runs rerun 12 --temperature 0   ask again, with any flag of %generate
@@ -45,6 +48,12 @@ def runs_parser() -> MagicParser:
     parser.add_argument("--find", metavar="TEXT", help="a text in the prompt, an answer or the note")
     parser.add_argument("--model", metavar="M", help="a part of the model's name")
     parser.add_argument("--engine", metavar="NAME", help="the engine's name")
+    parser.add_argument(
+        "--prompt",
+        type=prompt_reference,
+        metavar="NAME[:V]",
+        help="the kept prompt that was asked with, in one version or in any",
+    )
     parser.add_argument("--errors", action="store_true", help="only those that an error has ended")
     parser.add_argument("--pinned", action="store_true", help="only those that are pinned")
     parser.add_argument("--here", action="store_true", help="only those of this notebook")
@@ -107,6 +116,18 @@ PARSERS: Mapping[str, Callable[[], MagicParser]] = {
     "clear": clear_parser,
 }
 """The parsers of the commands."""
+
+
+def prompt_reference(text: str) -> tuple[str, int | None]:
+    """Read `NAME` or `NAME:VERSION`, which may stand behind an `@`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    try:
+        return named(text.removeprefix("@"))
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run_number(text: str) -> int:

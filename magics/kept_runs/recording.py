@@ -116,6 +116,7 @@ class Recorder:
             notebook=notebook_name(self._shell),
             cell=cell,
             execution=execution,
+            **_kept_prompt(options),
         )
         return replace(begun, question=question_of(begun)) if occasion.comparison else begun
 
@@ -154,6 +155,17 @@ class Recorder:
         if place not in self._versions:
             self._versions[place] = model_version(engine.client.config.model)
         return self._versions[place]
+
+
+def _kept_prompt(options: GenerateOptions) -> dict[str, Any]:
+    kept = options.kept
+    if kept is None:
+        return {}
+    return {
+        "prompt_name": kept.name,
+        "prompt_version": kept.version,
+        "prompt_values": dict(kept.values),
+    }
 
 
 def finished_run(begun: Run, result: GenerationResult, error: NBEngineError | None) -> Run:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from nbengine.frontend.prompts.prompt import Filled
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.comparison.arguments import ComparisonPlan, plan_of
 from nbengine.magics.config import NBEngine
@@ -83,7 +84,16 @@ def options_again(run: Mapping[str, Any], given: GenerateOptions, config: NBEngi
         template=template if chat else TemplateOptions(),
         messages=_messages(run, given.system) if chat else (),
         tools=kept if chat else {},
+        kept=_kept_prompt(run) if given.system is None else None,
     )
+
+
+def _kept_prompt(run: Mapping[str, Any]) -> Filled | None:
+    """Return the kept prompt of a run, as it was asked with."""
+    if not run["prompt_name"]:
+        return None
+    text: str = run["prompt"]
+    return Filled(run["prompt_name"], run["prompt_version"], text, text, (), run["prompt_values"])
 
 
 def _messages(run: Mapping[str, Any], system: str | None) -> tuple[Mapping[str, Any], ...]:

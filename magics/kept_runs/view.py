@@ -31,6 +31,9 @@ def listing(rows: Sequence[Row]) -> dict[str, str]:
 def run_bundle(row: Row, output_format: str) -> dict[str, str]:
     """Show a run: when and of which model it was asked, its settings and prompt, the answer and its figures."""
     lines = [_when(row), _of_model(row), _settings_line(row["settings"])]
+    if row["prompt_name"]:
+        values = _settings_line(row["prompt_values"])
+        lines.append(f"prompt {kept_prompt(row)}{f' with {values}' if values else ''}")
     if row["varied"]:
         lines.append(f"in a comparison: {_settings_line(row['varied'])}")
     if row["note"]:
@@ -81,6 +84,11 @@ def differences(old: Row, new: Row) -> str:
     return ", ".join(changed)
 
 
+def kept_prompt(row: Row) -> str:
+    """Name the version of the kept prompt that a run was asked with; empty if there was none."""
+    return f"@{row['prompt_name']}:{row['prompt_version']}" if row["prompt_name"] else ""
+
+
 def _when(row: Row) -> str:
     asked = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
     pinned = ", pinned" if row["pinned"] else ""
@@ -119,7 +127,7 @@ def _plain_row(row: Row) -> list[str]:
         brief(ending(row)),
         brief(row["model"]),
         harmless(row["engine"]),
-        brief(row["note"]),
+        brief(joined(kept_prompt(row), row["note"])),
     ]
 
 
@@ -128,5 +136,6 @@ def _about(row: Row) -> list[str]:
         f"{age(row['time'])} ago",
         f"{ending(row)}, {count(row['tokens'], 'token')}",
         f"{row['model']}, engine {row['engine']}",
+        *([kept_prompt(row)] if row["prompt_name"] else []),
         *([f"note: {row['note']}"] if row["note"] else []),
     ]

@@ -61,6 +61,9 @@ class Questions(Generic[Key]):
             sampling=self._sampling,
             parse_json=False,
             template=TemplateOptions(),
+            messages=(),
+            tools={},
+            kept=None,
         )
         try:
             request = self._submitter.prepare(self._engines[position], own, None)

@@ -8,10 +8,10 @@ from statistics import mean
 from typing import Protocol
 
 from nbengine.errors import NBEngineError
+from nbengine.frontend.text.interpolate import interpolate
 from nbengine.magics.generation.arguments import GenerateOptions
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.submission import Submitter
-from nbengine.magics.interpolate import interpolate
 from nbengine.magics.scores.asking import Questions
 from nbengine.magics.scores.scorers import JudgePrompt, Row, ScorePlan, answer_text
 from nbengine.magics.scores.table import Place, Score

@@ -35,7 +35,7 @@ class Row:
         """Return the fields of all elements: keys of a dict, columns of a table's row, attributes."""
         found: dict[str, Any] = {}
         for element in self.elements.values():
-            found |= _fields_of(element)
+            found |= fields_of(element)
         return found
 
 
@@ -102,7 +102,8 @@ def answer_text(answer: GenerationResult) -> str:
     return answer.without_reasoning(answer.outputs[0]).text if answer.outputs else ""
 
 
-def _fields_of(element: Any) -> dict[str, Any]:
+def fields_of(element: Any) -> dict[str, Any]:
+    """Return the fields of an element of `--each`: keys of a dict, columns of a table's row, attributes."""
     if isinstance(element, tuple) and hasattr(element, "_asdict"):
         element = element._asdict()
     elif hasattr(element, "to_dict") and hasattr(element, "index"):

@@ -55,3 +55,34 @@ def test_runs_outlive_kernels_and_are_asked_again(start_kernel: StartKernel) -> 
     last = first.value("[(r['prompt'], r['finish_reason'], r['seed']) for r in nbengine.runs(last=1)]")
     assert last == [("the third question", "abort", 5)]
     first.run("%engine stop")
+
+
+def test_kept_prompts_outlive_kernels_and_are_those_of_all_notebooks(start_kernel: StartKernel) -> None:
+    first = start_kernel()
+    first.run(start_line(tokens_per_second=200))
+    first.run("%%prompt sky\nsystem:\nBe {tone}.\nuser:\n>>> Why is {thing} blue?  \n")
+    first.run("%generate --max-tokens 5 @sky tone=brief thing='the sky'")
+    # It is killed right behind the version that it has kept, and another kernel writes at once.
+    first.run("%%prompt sky\nWhy is {thing} not red?\n")
+    second = start_kernel()
+    second.run("%load_ext nbengine")
+    first.restart(now=True)
+    first.run("import nbengine")
+    second.run("%%prompt sky\nWhy is {thing} green?\n")
+    assert first.value("[(p['version'], p['current'], p['runs']) for p in nbengine.prompts().rows()]") == [
+        (1, False, 1),
+        (2, False, 0),
+        (3, True, 0),
+    ]
+    first.run("%load_ext nbengine\n%engine attach")
+    first.run("answer = %generate --max-tokens 3 @sky:1 tone=brief --each thing=water,ice")
+    kept = first.value(
+        "[(r['prompt'], r['text'], r['prompt_version']) for r in nbengine.runs(prompt_name='sky')]"
+    )
+    assert kept == [
+        (">>> Why is the sky blue?  ", "ABCDE", 1),
+        (">>> Why is water blue?  ", "ABC", 1),
+        (">>> Why is ice blue?  ", "ABC", 1),
+    ]
+    assert "Why is {thing} green?" in first.run("%prompts").text
+    first.run("%engine stop")

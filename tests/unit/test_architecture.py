@@ -68,7 +68,7 @@ WITHOUT = {
     "zmq": ("scheduler", "kv_cache", "magics"),
 }
 TIME_OF_DAY = {
-    "magics": ("answers/kept", "engines/ledger", "kept_runs/recording", "runs"),
+    "magics": ("answers/kept", "engines/ledger", "kept_prompts/shelf", "kept_runs/recording", "runs"),
     "widgets": (
         "following/feed",
         "following/feed_state",
@@ -86,6 +86,7 @@ TIME_OF_DAY = {
         "engine/host/metrics_server",
         "frontend/observability/tracing",
         "frontend/outputs/transcripts",
+        "frontend/prompts/store",
         "frontend/runs/store",
         "runtime/connection",
         "scheduler/trace_stream",

@@ -32,7 +32,8 @@ class Runs:
         `model_version`, `nbengine` (its version), `kind` ("generate", "comparison" or "chat"), `prompt`, `messages`,
         `text`, `outputs` (all completions, where there are several), `finish_reason`, `error`, `tokens`,
         `prompt_tokens`, `cached_tokens`, `metrics`, `comparison` and `varied` (what distinguishes it there),
-        `notebook`, `cell`, `execution`, `pinned` and `note`. `settings` has the sampling parameters, `system` and what
+        `notebook`, `cell`, `execution`, `pinned`, `note`, and `prompt_name`, `prompt_version` and `prompt_values` where
+        a kept prompt was asked with. `settings` has the sampling parameters, `system` and what
         else went into the prompt; each of them is a key of the row, too. `metrics` has seconds (`ttft`, `itl`,
         `queued`, `total`), `tokens_per_second` and `preemptions`, None where there is no such figure.
         """
@@ -70,6 +71,8 @@ def runs(
     errors: bool = False,
     pinned: bool = False,
     last: int | None = None,
+    prompt_name: str | None = None,
+    prompt_version: int | None = None,
 ) -> Runs:
     """Return the prompts that were asked in this user's notebooks, with their answers; all conditions must hold.
 
@@ -81,6 +84,8 @@ def runs(
         errors: only runs that an error has ended.
         pinned: only runs that are pinned.
         last: the most runs, the latest of those that fit.
+        prompt_name: the name of the kept prompt that was asked with.
+        prompt_version: its version.
 
     Raises:
         InvalidArgumentError, InvalidTypeError: an argument.
@@ -93,6 +98,8 @@ def runs(
         errors=require_bool("errors", errors),
         pinned=require_bool("pinned", pinned),
         last=None if last is None else require_int("last", last),
+        prompt_name=_optional_text("prompt_name", prompt_name),
+        prompt_version=None if prompt_version is None else require_int("prompt_version", prompt_version),
     )
     return Runs(RunStore(store_path()), choice)
 

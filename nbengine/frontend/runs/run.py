@@ -10,7 +10,7 @@ from typing import Any
 
 from nbengine.checks import require
 
-JSON_COLUMNS = ("settings", "varied", "metrics", "outputs", "messages")
+JSON_COLUMNS = ("settings", "varied", "metrics", "outputs", "messages", "prompt_values")
 """The columns that hold JSON."""
 
 
@@ -58,6 +58,11 @@ class Run:
     """The id of the cell's execution."""
     question: str = ""
     """A digest of all that its answer depends on, where a comparison may be resumed; see `question_of`."""
+    prompt_name: str = ""
+    """The name of the kept prompt that was asked with; empty where there was none."""
+    prompt_version: int | None = None
+    prompt_values: Mapping[str, str] = field(default_factory=dict)
+    """The values of the kept prompt's fields, by what stands in their braces."""
 
     def values(self) -> dict[str, Any]:
         """Return what is stored in each column, and under `size` the number of characters of all texts."""
@@ -93,6 +98,9 @@ class RunFilter:
     cell: str | None = None
     execution: str | None = None
     comparison: str | None = None
+    prompt_name: str | None = None
+    """The name of the kept prompt that was asked with."""
+    prompt_version: int | None = None
     since: float | None = None
     """A `time.time()`: runs that were asked then or later."""
     errors: bool = False

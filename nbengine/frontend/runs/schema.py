@@ -1,4 +1,4 @@
-"""The table of the run store, and the way from an older version of it to the present one.
+"""The tables of the run store, and the way from an older version of it to the present one.
 
 `PRAGMA user_version` holds the number of steps that a file has behind it. A step is never changed once a release
 has it: another one is added behind it.
@@ -52,12 +52,32 @@ STEPS: Steps = (
         "ALTER TABLE runs ADD COLUMN thumb INTEGER NOT NULL DEFAULT 0",
         "CREATE INDEX runs_by_question ON runs (question, run) WHERE question != ''",
     ),
+    (
+        # `turn` grows each time when a version is kept: the version with the largest one is the current one.
+        """CREATE TABLE prompts (
+            name TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            turn INTEGER NOT NULL,
+            time REAL NOT NULL,
+            digest TEXT NOT NULL,
+            notebook TEXT NOT NULL,
+            raw INTEGER NOT NULL,
+            defaults TEXT NOT NULL,
+            source TEXT NOT NULL,
+            examples TEXT NOT NULL,
+            PRIMARY KEY (name, version)
+        )""",
+        "ALTER TABLE runs ADD COLUMN prompt_name TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE runs ADD COLUMN prompt_version INTEGER",
+        "ALTER TABLE runs ADD COLUMN prompt_values TEXT NOT NULL DEFAULT '{}'",
+        "CREATE INDEX runs_by_prompt ON runs (prompt_name, prompt_version) WHERE prompt_name != ''",
+    ),
 )
 """The statements of each step."""
 
 
 def bring_up_to_date(connection: sqlite3.Connection, steps: Steps) -> None:
-    """Make the table in a new file, or change an older version of it; leave a newer one alone.
+    """Make the tables in a new file, or change an older version of it; leave a newer one alone.
 
     Raises:
         NBEngineError: a newer nbengine has written the file.

@@ -1,32 +1,19 @@
-"""The run store: one SQLite file that several processes write and read.
-
-Every call opens the file and closes it. So no connection is open when a process forks, a file that somebody has removed is
-made again, and whatever has failed once may succeed the next time. A write is one transaction in SQLite's write-ahead
-log, which a process that is killed cannot leave half done.
-"""
+"""The runs in the run store: they are added, chosen, changed and forgotten."""
 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from nbengine.errors import InvalidArgumentError, NBEngineError, shown
-from nbengine.frontend.runs.place import REMEDY, make_store_file
+from nbengine.errors import InvalidArgumentError
+from nbengine.frontend.runs.file import StoreFile, give_back
 from nbengine.frontend.runs.run import JSON_COLUMNS, Limits, Run, RunFilter, storable
-from nbengine.frontend.runs.schema import STEPS, Steps, bring_up_to_date
-from nbengine.ipc.private import reason_of
+from nbengine.frontend.runs.schema import STEPS, Steps
 
-Done = TypeVar("Done")
-
-BUSY_SECONDS = 30.0
-"""Seconds to wait for other processes that are writing."""
-_RETRY_SECONDS = 0.02
 _AT_ONCE = 500
 """The most values of one statement: some builds of SQLite take no more than 999."""
 _MEGABYTE = 10**6
@@ -41,16 +28,18 @@ DELETE FROM runs WHERE run IN (
 """The oldest runs go whose texts together have a number of bytes, and at least one."""
 _HIDDEN = ("size", "question")
 """Columns that no row shows."""
-_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-_READ_ONLY = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 
 
 class RunStore:
     """The runs in the file `path`, which is made when the first one is added; safe on any thread."""
 
     def __init__(self, path: Path, steps: Steps = STEPS) -> None:
-        self.path = path
-        self._steps = steps
+        self._file = StoreFile(path, "runs", steps)
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the file."""
+        return self._file.path
 
     def add(self, runs: Sequence[Run], limits: Limits) -> None:
         """Add runs, all of them or none, and remove the oldest ones beyond the limits.
@@ -70,8 +59,8 @@ class RunStore:
             connection.execute("COMMIT")
             return has_pruned
 
-        if self._do("kept", insert, makes_file=True):
-            self._do("pruned", _give_back)
+        if self._file.do("kept", insert, makes_file=True):
+            self._file.do("pruned", give_back)
 
     def select(self, choice: RunFilter) -> list[dict[str, Any]]:
         """Return the runs that are chosen, the oldest first, as `Runs.rows` describes them.
@@ -93,7 +82,7 @@ class RunStore:
             )
             return [_row(each) for each in found][::-1]
 
-        return self._do("read", read, only_reads=True)
+        return self._file.do("read", read, only_reads=True)
 
     def answers_to(self, questions: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
         """Return the runs that have answered these questions to the end, by question, the latest first.
@@ -119,7 +108,7 @@ class RunStore:
                 for row in rows:
                     found.setdefault(row["question"], []).append(_row(row))
 
-        self._do("read", read, only_reads=True)
+        self._file.do("read", read, only_reads=True)
         return found
 
     def get(self, number: int) -> dict[str, Any]:
@@ -151,7 +140,7 @@ class RunStore:
                 f"UPDATE runs SET {names} WHERE run = :run", {**changes, "run": number}
             ).rowcount
 
-        if not self._do("changed", update):
+        if not self._file.do("changed", update):
             raise _missing(number)
 
     def mark(
@@ -178,7 +167,7 @@ class RunStore:
                 (*changes.values(), question, comparison),
             ).rowcount
 
-        return self._do("changed", update)
+        return self._file.do("changed", update)
 
     def forget(self, before: float | None = None) -> int:
         """Remove the runs that are not pinned, those asked before a `time.time()` or all; return their number.
@@ -197,54 +186,9 @@ class RunStore:
             condition, values = ("", ()) if before is None else (" AND time < ?", (before,))
             return connection.execute(f"DELETE FROM runs WHERE pinned = 0{condition}", values).rowcount
 
-        gone = self._do("removed", delete)
-        self._do("removed", _give_back)
+        gone = self._file.do("removed", delete)
+        self._file.do("removed", give_back)
         return gone
-
-    def _do(
-        self,
-        purpose: str,
-        action: Callable[[sqlite3.Connection], Done],
-        *,
-        makes_file: bool = False,
-        only_reads: bool = False,
-    ) -> Done:
-        """Carry out an action on the file, again where other processes are in the way; it ends with its commit."""
-        deadline = time.monotonic() + BUSY_SECONDS
-        mode = "mode=rw"
-        while True:
-            try:
-                if makes_file:
-                    make_store_file(self.path)
-                with closing(self._connect(mode)) as connection:
-                    bring_up_to_date(connection, self._steps)
-                    return action(connection)
-            except sqlite3.Error as error:
-                code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-                if code in _BUSY and time.monotonic() < deadline:
-                    time.sleep(_RETRY_SECONDS)
-                elif only_reads and code in _READ_ONLY and mode == "mode=rw":
-                    # The files beside the store, which readers share, cannot be made: then nobody writes, either.
-                    mode = "mode=ro&immutable=1"
-                else:
-                    is_closed = code in _READ_ONLY and not os.access(self.path.parent, os.W_OK)
-                    reason = "its directory cannot be written" if is_closed else str(error)
-                    raise self._error(purpose, reason) from error
-            except OSError as error:
-                raise self._error(purpose, reason_of(error)) from error
-            except NBEngineError as error:
-                raise self._error(purpose, str(error)) from error
-
-    def _connect(self, mode: str) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            f"{self.path.absolute().as_uri()}?{mode}", timeout=BUSY_SECONDS, isolation_level=None, uri=True
-        )
-        connection.execute("PRAGMA synchronous = NORMAL")
-        return connection
-
-    def _error(self, purpose: str, reason: str) -> NBEngineError:
-        remedy = "" if reason.endswith(REMEDY) else f"; {REMEDY}"
-        return NBEngineError(f"the runs in {shown(self.path)} cannot be {purpose}: {reason}{remedy}")
 
 
 def _prune(connection: sqlite3.Connection, limits: Limits) -> bool:
@@ -278,12 +222,6 @@ def _used_bytes(connection: sqlite3.Connection) -> int:
     return used
 
 
-def _give_back(connection: sqlite3.Connection) -> None:
-    """Give the room of what was removed back to the disk."""
-    connection.execute("PRAGMA incremental_vacuum").fetchall()
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-
-
 def _condition(choice: RunFilter) -> tuple[str, list[Any]]:
     """Return the condition of a choice, and the values of its question marks."""
     parts: list[str] = []
@@ -291,10 +229,10 @@ def _condition(choice: RunFilter) -> tuple[str, list[Any]]:
     if choice.numbers is not None:
         parts.append(f"run IN ({', '.join('?' * len(choice.numbers))})")
         values += choice.numbers
-    for name in ("engine", "notebook", "cell", "execution", "comparison"):
+    for name in ("engine", "notebook", "cell", "execution", "comparison", "prompt_name", "prompt_version"):
         if (value := getattr(choice, name)) is not None:
             parts.append(f"{name} = ?")
-            values.append(storable(value))
+            values.append(storable(value) if isinstance(value, str) else value)
     if choice.model is not None:
         parts.append("contains(?, model)")
         values.append(storable(choice.model).casefold())

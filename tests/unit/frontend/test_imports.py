@@ -59,6 +59,7 @@ PUBLIC = {
     "RequestTracer",
     "fit",
     "register_model",
+    "prompts",
     "runs",
     "load_ipython_extension",
     "unload_ipython_extension",

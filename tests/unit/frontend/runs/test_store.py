@@ -310,10 +310,10 @@ def test_a_lock_that_stays_is_an_error_and_one_that_goes_is_none(
     store.add([made_run()], NO_LIMITS)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    monkeypatch.setattr("nbengine.frontend.runs.store.BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("nbengine.frontend.runs.file.BUSY_SECONDS", 0.0)
     with pytest.raises(NBEngineError, match="cannot be kept: database is locked"):
         store.add([made_run()], NO_LIMITS)
-    monkeypatch.setattr("nbengine.frontend.runs.store.BUSY_SECONDS", 60.0)
+    monkeypatch.setattr("nbengine.frontend.runs.file.BUSY_SECONDS", 60.0)
     waiting = threading.Thread(target=store.add, args=([made_run()], NO_LIMITS))
     waiting.start()
     assert len(store.select(ALL)) == 1  # reading waits for nobody
@@ -336,7 +336,7 @@ def test_a_lock_that_sqlite_does_not_wait_for_is_waited_for(
             raise error
         bring_up_to_date(connection, steps)
 
-    monkeypatch.setattr("nbengine.frontend.runs.store.bring_up_to_date", locked_twice)
+    monkeypatch.setattr("nbengine.frontend.runs.file.bring_up_to_date", locked_twice)
     store.add([made_run()], NO_LIMITS)
     assert len(calls) == 3
     assert numbers(store) == [1]

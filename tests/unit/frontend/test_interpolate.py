@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.magics.interpolate import interpolate
+from nbengine.frontend.text.interpolate import interpolate
 
 
 class Point:

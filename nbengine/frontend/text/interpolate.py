@@ -1,4 +1,4 @@
-"""This module replaces variables in prompts: `{name}` becomes the value of `name`, other braces stay."""
+"""This module puts values into texts: `{name}` becomes the value of `name`, other braces stay."""
 
 from __future__ import annotations
 
@@ -41,15 +41,34 @@ def interpolate(text: str, namespace: Mapping[str, object]) -> str:
     """
 
     def replacement(match: re.Match[str]) -> str:
-        opening, closing = len(match["open"]), len(match["close"])
-        pairs = min(opening, closing)
         try:
             value = _resolve(match["path"], namespace)
         except _Unresolved:
             return match[0]
-        literal, is_field = divmod(pairs, 2)
-        inner = str(value) if is_field else match["path"]
-        return "{" * (opening - pairs + literal) + inner + "}" * (closing - pairs + literal)
+        literal, is_field = divmod(_pairs(match), 2)
+        return _in_braces(match, literal, str(value) if is_field else match["path"])
+
+    return _FIELD.sub(replacement, text)
+
+
+def paths_in(text: str) -> list[str]:
+    """List what the fields of a text name, once each, in the order of the text: `name`, `row["key"]`."""
+    found = (match for match in _FIELD.finditer(text) if _pairs(match) % 2)
+    return list(dict.fromkeys(match["path"] for match in found))
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Replace all fields of `text` by their values, which stand under what the fields name (`paths_in`).
+
+    `{{x}}` gives `{x}` everywhere; substituted text is not expanded again.
+
+    Raises:
+        KeyError: a field has no value.
+    """
+
+    def replacement(match: re.Match[str]) -> str:
+        literal, is_field = divmod(_pairs(match), 2)
+        return _in_braces(match, literal, values[match["path"]] if is_field else match["path"])
 
     return _FIELD.sub(replacement, text)
 
@@ -80,6 +99,17 @@ def unfinished_field(text: str) -> tuple[str | None, str] | None:
 def is_text(value: object) -> bool:
     """Return whether a field that names this value becomes text: modules, classes and functions never do."""
     return not isinstance(value, _NEVER_TEXT)
+
+
+def _pairs(match: re.Match[str]) -> int:
+    return min(len(match["open"]), len(match["close"]))
+
+
+def _in_braces(match: re.Match[str], literal: int, inner: str) -> str:
+    """Put back the braces of a match that are text: `literal` pairs, and those without a partner."""
+    pairs = _pairs(match)
+    opening, closing = (len(match[side]) - pairs + literal for side in ("open", "close"))
+    return "{" * opening + inner + "}" * closing
 
 
 def _resolve(path: str, namespace: Mapping[str, object]) -> object:
