@@ -328,14 +328,20 @@ class Dashboard(anywidget.AnyWidget):
     def _answer_abort(self, state: DashboardState, rank: object, number: object) -> None:
         error = None
         try:
+            self._check_engine()
             abort(self._feed, state, rank, number)
         except NBEngineError as refusal:
             error = str(refusal)
         self.send({"kind": "aborted", "rank": rank, "number": number, "error": error})
 
+    def _check_engine(self) -> None:
+        if self._last is not None:
+            raise NBEngineError("the engine has ended")
+
     def _answer_history(self, last: str) -> None:
         with self._asks_history:
             try:
+                self._check_engine()
                 found = answer(last, history(self._feed, last))
             except NBEngineError as refused:
                 found = refusal(last, str(refused))
@@ -345,6 +351,7 @@ class Dashboard(anywidget.AnyWidget):
     def _answer_go_on(self) -> None:
         error = None
         try:
+            self._check_engine()
             go_on(self._feed)
         except NBEngineError as refusal:
             error = str(refusal)

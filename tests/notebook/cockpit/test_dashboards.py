@@ -189,7 +189,7 @@ def test_keys_of_the_dashboard_are_not_the_notebooks(open_cockpit: OpenCockpit) 
     for part, key in (
         (".nbe-scroller", "ArrowUp"),
         (".nbe-timeline canvas", "b"),
-        (".nbe-blocks canvas", "x"),
+        (".nbe-map canvas", "x"),
     ):
         board.root.locator(part).focus()
         page.keyboard.press(key)

@@ -96,7 +96,7 @@ def test_hostile_texts_are_shown_as_they_are(hostile: tuple[Cockpit, dict[str, i
     expect(board.root.locator(".nbe-preview").first).to_have_attribute("title", re.compile("<img src=x"))
     set_width(page, 1900, WHOLE)
     expect(board.root.locator("td.nbe-cell-text", has_text="<img src=x").first).to_be_visible()
-    blocks = board.root.locator(".nbe-blocks canvas")
+    blocks = board.root.locator(".nbe-map canvas")
     blocks.hover(position={"x": 4, "y": 4})
     expect(page.locator(".nbe-tip:not([hidden])")).to_contain_text("<img src=x")
     set_width(page, WIDE, WHOLE)
