@@ -115,13 +115,16 @@ def test_everything_can_be_read_wide_and_narrow_light_and_dark(
     grounds, pictures = set(), set()
     for dark in (False, True):
         set_theme(cockpit.page, dark=dark)
+        # By itself, not because of another size.
+        board.wait_for_color("map", mixed(ROLES["cached"], CACHED_OPACITY, board.ground))
+        assert sum(board.colors("timeline").values()) > 0
         for width in (WIDE, NARROW):
             set_width(cockpit.page, width, WHOLE)
             board.wait_until_live()
             board.wait_until_settled()
             ground = board.ground
             grounds.add(ground)
-            board.wait_for_color("blocks", mixed(ROLES["cached"], CACHED_OPACITY, ground))
+            board.wait_for_color("map", mixed(ROLES["cached"], CACHED_OPACITY, ground))
             name = f"{width}-{'dark' if dark else 'light'}"
             assert board.root.get_attribute("data-theme") == name.partition("-")[2]
             pictures.add(timeline_pixels(board))

@@ -253,6 +253,28 @@ def test_a_map_of_a_large_cache_shows_the_part_that_is_in_use(open_page: OpenPag
     assert "blocks 0 to 63 of 60,000" in page.text(".nbe-blocks .nbe-legend")
 
 
+def test_an_engine_core_that_lags_stands_out(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    content, buffers = FakeEngine(ranks=3, num_blocks=20).frame(reset=True)
+    for rank, seconds in zip(content["ranks"], (0.010, 0.030, 0.011), strict=True):
+        rank["workers"] = [{"rank": 0, "memory_bytes": 1, "num_steps": 5, "step_seconds": seconds}]
+        rank.update(num_running=4 + rank["rank"], num_free_blocks=15)
+    page.deliver((content, buffers))
+    rows = page.page.locator(".nbe-skew tbody tr")
+    assert [row.split("\t") for row in rows.all_inner_texts()] == [
+        ["0", "4", "0", "25 %", "0", "0", "10.0 ms"],
+        ["1", "5", "0", "25 %", "0", "0", "30.0 ms (3.0 × the fastest)"],
+        ["2", "6", "0", "25 %", "0", "0", "11.0 ms"],
+    ]
+    assert page.page.locator(".nbe-lagging").all_inner_texts() == ["30.0 ms (3.0 × the fastest)"]
+    content.update(seq=content["seq"] + 1, reset=False, ranks=content["ranks"][:2])
+    for rank in content["ranks"]:
+        rank.update(blocks=None, requests=None)
+    page.deliver((content, []))
+    assert rows.count() == 2
+
+
 def test_waves_reach_to_the_newest_report(open_page: OpenPage) -> None:
     page = open_page()
     page.mount(view={"axis": "steps"})

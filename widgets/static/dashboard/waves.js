@@ -1,7 +1,7 @@
 // The timelines of the engine cores: steps, dummy steps or nothing, the waves, and the requests that arrived.
 
 import { element, legend, panel, setText } from "./dom.js";
-import { clock, count, duration, integer } from "./format.js";
+import { clock, count, duration, integer, share } from "./format.js";
 import { REQUESTS, ROLES } from "./palette.js";
 import { Surface } from "./surface.js";
 import { AXIS, clockTicks } from "./axis.js";
@@ -12,6 +12,25 @@ import { clamp } from "./view.js";
 const RANK_HEIGHT = 30;
 const SECONDS = [1, 3600];
 const WAVE_SECONDS = [2, 30];
+
+// The figures of each engine core, as they are now.
+const FIGURE_NAMES = ["rank", "running", "waiting", "KV in use", "preemptions", "steps", "slowest worker's step"];
+const LAGGING = 1.25; // a step that takes so many times as long as that of the fastest engine core stands out
+
+function figuresOf(number, { info }) {
+  const seconds = Math.max(...info.workers.filter((worker) => worker.num_steps).map((worker) => worker.step_seconds), 0);
+  return {
+    seconds: seconds || null,
+    texts: [
+      String(number),
+      integer(info.num_running),
+      integer(info.num_waiting),
+      share(info.num_blocks - info.num_free_blocks, info.num_blocks),
+      integer(info.num_preemptions),
+      integer(info.step),
+    ],
+  };
+}
 
 export class Waves {
   constructor(app) {
@@ -30,7 +49,11 @@ export class Waves {
     this.now = element("span", { class: "nbe-now" });
     const { node, body } = panel("waves", "Engine cores", this.now);
     this.marks = legend(["running", "own steps"], ["dummy", "dummy steps"], ["idle", "idle"], ["arrival", "request arrived"]);
-    body.append(this.marks, this.surface.stage);
+    this.figures = element("tbody", {});
+    const heads = FIGURE_NAMES.map((name) => element("th", { scope: "col" }, name));
+    const table = element("table", { class: "nbe-skew", "aria-label": "Engine cores" }, element("thead", {}, element("tr", {}, ...heads)));
+    table.append(this.figures);
+    body.append(this.marks, this.surface.stage, table);
     this.node = node;
     this.node.hidden = true;
     const { canvas } = this.surface;
@@ -148,6 +171,7 @@ export class Waves {
     this.marks.classList.toggle("nbe-without-dummy", !inLockStep);
     const wave = Math.max(0, ...[...store.ranks.values()].map((rank) => rank.info.wave));
     setText(this.now, inLockStep ? `wave ${integer(wave)}` : count(numbers.length, "rank"));
+    this.drawFigures(numbers);
     const height = `${AXIS + RANK_HEIGHT * numbers.length}px`;
     if (this.surface.stage.style.height !== height) {
       this.surface.stage.style.height = height;
@@ -164,6 +188,21 @@ export class Waves {
     }
     this.drawCross();
     this.pointer.tell();
+  }
+
+  // Write each engine core's figures, and how much longer its steps take than those of the fastest.
+  drawFigures(numbers) {
+    const rows = numbers.map((number) => figuresOf(number, this.app.store.ranks.get(number)));
+    const fastest = Math.min(...rows.map((row) => row.seconds ?? Infinity));
+    while (this.figures.rows.length > rows.length) this.figures.lastChild.remove();
+    rows.forEach(({ texts, seconds }, at) => {
+      if (at >= this.figures.rows.length) this.figures.append(element("tr", {}, ...FIGURE_NAMES.map(() => element("td", {}))));
+      const { cells } = this.figures.rows[at];
+      const isBehind = seconds !== null && rows.length > 1 && seconds > LAGGING * fastest;
+      const times = isBehind ? ` (${(seconds / fastest).toFixed(1)} × the fastest)` : "";
+      [...texts, `${duration(seconds)}${times}`].forEach((text, column) => setText(cells[column], text));
+      cells[texts.length].classList.toggle("nbe-lagging", isBehind);
+    });
   }
 
   drawRank(context, number, y, inLockStep) {
