@@ -123,6 +123,7 @@ def test_scrubbing_shows_earlier_steps_while_live_goes_on(open_cockpit: OpenCock
     cockpit.run("%%generate -a -o handle --raw --max-tokens 1500\nWrite")
     row = board.running()
     at_pause = board.wait_for_output(row, 200)
+    board.root.get_by_role("button", name="Show steps, each as wide as the others").click()
     board.root.get_by_role("button", name="Pause").click()
     timeline = board.root.locator(".nbe-timeline")
     expect(timeline).to_have_attribute("data-live", "false")

@@ -105,7 +105,13 @@ def test_a_crosshair_goes_through_all_panels(open_page: OpenPage) -> None:
     page.settle()
     found = page.page.evaluate(CROSSES)
     names = sorted(name for name, _ in found)
-    assert names == ["Data-parallel ranks", "KV blocks", "Scheduler", "Scheduler", "Step timeline"] or names == [
+    assert names == [
+        "Data-parallel ranks",
+        "KV blocks",
+        "Scheduler",
+        "Scheduler",
+        "Step timeline",
+    ] or names == [
         "Engine cores",
         "KV blocks",
         "Scheduler",
@@ -207,7 +213,9 @@ def test_an_earlier_moment_has_its_figures_its_blocks_and_its_requests(open_page
     page.page.locator(".nbe-slider").fill("1")
     page.settle()
     assert page.text(".nbe-moment") == "figures: live"
-    assert page.page.locator(".nbe-blocks .nbe-live, .nbe-requests .nbe-live").all_inner_texts() == ["live"] * 2
+    assert (
+        page.page.locator(".nbe-blocks .nbe-live, .nbe-requests .nbe-live").all_inner_texts() == ["live"] * 2
+    )
     assert_color(page.pixel(BLOCKS, *cell(page, 0)), ROLES["cached"], CACHED_OPACITY)
     page.page.get_by_label("Go on live").click()
     page.settle()
@@ -317,7 +325,13 @@ def history_answer(ranks: int = 1, error: str | None = None) -> Frame:
     }
     rows = [{"rank": rank, "seconds": 900.0, **columns} for rank in range(ranks)]
     times = {"begin": START - 3600, "end": START} if error is None else {"begin": None, "end": None}
-    return {"kind": "history", "last": "1h", "error": error, **times, "ranks": rows if error is None else []}, []
+    return {
+        "kind": "history",
+        "last": "1h",
+        "error": error,
+        **times,
+        "ranks": rows if error is None else [],
+    }, []
 
 
 def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage) -> None:

@@ -85,7 +85,10 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     expect(table.nth(0).locator(".nbe-status")).to_have_text("aborted")
     ended = rows[3] | {"state": "finished", "finish_reason": "abort"}
     # What stays of the first one is not said again.
-    change = table_change({row["number"]: row for row in rows}, [rows[0] | {"num_output_tokens": 6, "text": "there was a king"}, ended])
+    change = table_change(
+        {row["number"]: row for row in rows},
+        [rows[0] | {"num_output_tokens": 6, "text": "there was a king"}, ended],
+    )
     assert change == {
         "gone": [1, 2],
         "new": [],

@@ -70,7 +70,9 @@ def test_the_header_says_what_was_published_and_a_dash_for_what_was_not(open_pag
     labels = ["tokens in", "tokens out", "memory", "KV blocks in use", "prefix hits"]
     assert [tile(page, label) for label in labels] == ["–"] * 5
     assert page.text(".nbe-state") == "ended"
-    assert page.text(".nbe-banner") == "it was stopped — what was seen of it can be looked through and exported"
+    assert (
+        page.text(".nbe-banner") == "it was stopped — what was seen of it can be looked through and exported"
+    )
 
 
 def test_a_theme_that_changes_leaves_no_canvas_blank(open_page: OpenPage) -> None:

@@ -219,6 +219,7 @@ export class Requests {
     }
     if (this.isHeld) for (const [key, row] of this.rows) if (!wanted.has(key)) row.leave(this);
     this.empty.hidden = requests.length > 0;
+    setText(this.empty, this.isPast ? "no requests at this time" : "no requests yet");
     const counted = (state) => requests.filter((request) => request.state === state).length;
     setText(this.now, ["running", "waiting", "preempted"].map((state) => `${integer(counted(state))} ${state}`).join(" · "));
   }
