@@ -21,7 +21,7 @@ from nbengine.magics.help import documented
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import NotebookSession
 from nbengine.runtime.connection import ConnectionInfo
-from nbengine.widgets.following.ownership import WAITING, Owner
+from nbengine.widgets.following.ownership import SPOKEN, WAITING, Owner
 from nbengine.widgets.live import LiveDisplay, in_kernel, publish_bundle
 from nbengine.widgets.words import count
 
@@ -43,6 +43,7 @@ class DashboardMagics(Magics):
         self._config = config
         self._shown: list[Dashboard | PlainDashboard] = []
         WAITING.add(session.ongoing.snapshot)
+        SPOKEN.add(session.ongoing.words)
         session.on_engine_end.append(self._on_engine_end)
         session.on_close.append(self._leave)
 
@@ -155,6 +156,7 @@ class DashboardMagics(Magics):
             view.close()
         self._shown = []
         WAITING.remove(self._session.ongoing.snapshot)
+        SPOKEN.remove(self._session.ongoing.words)
         idle: Any = sys.modules.get("nbengine.widgets.idle")
         if idle is not None:
             idle.IdleClock.forget(self.shell)

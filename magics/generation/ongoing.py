@@ -41,6 +41,13 @@ class OngoingRequests:
         with self._lock:
             return self._foreground.copy()
 
+    def words(self) -> dict[str, tuple[str, list[str]]]:
+        """Return what each request asks, as it was typed, and its answers so far, by engine request id."""
+        return {
+            answer.request_id: (answer.result.prompt, [output.text for output in answer.result.outputs])
+            for answer in self.answers.newest_first()
+        }
+
     def add_background(self, handle: Handle[Any]) -> None:
         """Note a generation that goes on while no cell waits for it."""
         with self._lock:

@@ -29,6 +29,25 @@ CARET = '<span aria-hidden="true" style="opacity:0.6">▍</span>'
 _CODE = f"{PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
 
 
+LATE = (
+    "<style>@keyframes nbe-late { from, to { visibility: hidden } }</style>"
+    f'<div {PLAIN} class="nbe-late" style="{MUTED};animation:nbe-late 20s">'
+    "nothing new for a while: after this page was loaded again, <code>%engine recover</code> shows the answer</div>"
+)
+"""A line below an answer that streams: the style hides it for as long as the answer is replaced by a later one.
+
+A page that is loaded again no longer gets what a cell of before shows, and keeps the answer as it was.
+"""
+
+
+def streaming_bundle(
+    answers: Sequence[CompletionOutput], output_format: str, footer: str = ""
+) -> dict[str, str]:
+    """Make the MIME bundle of completions that are still being written."""
+    plain, *rich = answers_bundle(answers, output_format, footer, complete=False).items()
+    return dict([plain, *((kind, f"{text}\n\n{LATE}") for kind, text in rich)])
+
+
 def answer_bundle(
     text: str, output_format: str, footer: str = "", *, complete: bool = True
 ) -> dict[str, str]:

@@ -11,7 +11,13 @@ from weakref import WeakSet
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation.render import answers_bundle, footer_of, prompt_line, stream_line
+from nbengine.magics.generation.render import (
+    answers_bundle,
+    footer_of,
+    prompt_line,
+    stream_line,
+    streaming_bundle,
+)
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.open_views import ClosableView
@@ -105,7 +111,9 @@ class CellView:
         outputs = result.outputs
         if self._appearance.format == "json":
             outputs = [result.without_reasoning(answer) for answer in outputs]
-        return answers_bundle(outputs, self._appearance.format, footer, complete=complete)
+        if complete:
+            return answers_bundle(outputs, self._appearance.format, footer)
+        return streaming_bundle(outputs, self._appearance.format, footer)
 
 
 class PromptLine:

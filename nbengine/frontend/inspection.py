@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from nbengine.checks import MAX_TIMEOUT, checked_token_ids, require, require_method, require_number
 from nbengine.client.base import EngineCoreClient
+from nbengine.client.history import DEFAULT_HISTORY_TIMEOUT, read_history
 from nbengine.errors import NBEngineError
+from nbengine.metrics.history import MetricsHistory
 from nbengine.metrics.stats import EngineStats
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following.ownership import Owner
@@ -110,6 +112,14 @@ class Inspection(ABC):
         Raises:
             NotSupportedError: an `LLM` is asked, whose own code does that.
         """
+
+    def history(self, last: str) -> MetricsHistory:
+        """Return what the engine's host has kept of the last time; safe on any thread but the client's own.
+
+        Raises:
+            NBEngineError: as `metrics` raises.
+        """
+        return read_history(self.engine_core, last, None, DEFAULT_HISTORY_TIMEOUT)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; safe on any thread."""

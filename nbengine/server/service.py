@@ -17,6 +17,7 @@ from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.frontend.requests.input_processor import InputProcessor, PromptType
 from nbengine.frontend.text.stored_templates import template_for
+from nbengine.metrics.history import MetricsHistory
 from nbengine.metrics.stats import EngineStats
 from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
@@ -80,6 +81,9 @@ class Engine(Protocol):
     @property
     def death(self) -> NBEngineError | None:
         """Return the error that says why the engine has ended; None while it runs."""
+
+    async def metrics(self, last: str | float = "1h", *, rank: int | None = None) -> MetricsHistory:
+        """Return what the engine's host has kept of the last time."""
 
     def generate(
         self,

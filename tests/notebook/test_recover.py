@@ -23,6 +23,7 @@ from notebook_support.lab import (
     wait_for_text,
 )
 from notebook_support.paced import start_line
+from playwright.sync_api import expect
 
 StartKernel = Callable[[], Kernel]
 
@@ -93,7 +94,12 @@ def test_a_page_loaded_again_in_the_middle_of_an_answer_shows_all_of_it(
         run_cell(page, cell)
     wait_for_text(page, ALPHABET * 2, 2)
     save(page)
+    late = page.locator(".jp-CodeCell").nth(2).locator(".nbe-late")
+    assert not late.is_visible()
     reload(page)
+    # Nothing replaces what the page has kept: the hint stays, and is shown after a while.
+    expect(late).to_be_visible(timeout=120_000)
+    assert "%engine recover" in late.inner_text()
     run_cell(page, 3)
     run_cell(page, 4)
     wait_for_prompt(page, 4)

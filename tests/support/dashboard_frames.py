@@ -226,6 +226,11 @@ def table_change(before: dict[int, dict[str, Any]], rows: list[dict[str, Any]]) 
             if part(row, PROGRESS) != old.get(row["number"], never)[1]
             for value in part(row, PROGRESS)
         ],
+        "texts": [
+            [row["number"], row["text"]]
+            for row in rows
+            if row.get("text", "") != before.get(row["number"], {}).get("text", "")
+        ],
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from nbengine.errors import NBEngineError
 from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.frontend.parsing.answer_parser import AnswerReading
+from nbengine.metrics.history import HistoryRow, MetricsHistory, seconds_of
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.outputs import CompletionOutput, Logprob, PromptProgress, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
@@ -80,6 +81,8 @@ class FakeEngine:
         self.asked: list[tuple[Any, SamplingParams, str, dict[str, Any]]] = []
         self.rendered: list[tuple[list[Mapping[str, Any]], dict[str, Any]]] = []
         self.reading: AnswerReading | None = None
+        self.histories: list[tuple[str | float, int | None]] = []
+        """The times and ranks whose history was asked for."""
         self.running = 0
         self.aborted: list[str] = []
         self.error: Exception | None = None
@@ -91,6 +94,11 @@ class FakeEngine:
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
+
+    async def metrics(self, last: str | float = "1h", *, rank: int | None = None) -> MetricsHistory:
+        seconds_of(last)
+        self.histories.append((last, rank))
+        return MetricsHistory([HistoryRow(0, 100, 1, 1000.0, generation_tokens=7)], 0.0, 101.0)
 
     def default_sampling_params(self) -> dict[str, Any]:
         return self.recommended

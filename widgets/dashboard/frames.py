@@ -9,7 +9,8 @@ does not follow the last one.
 {"kind": "frame", "seq": 7, "reset": false, "time": 1700000000.0,
  "engine": {"name", "model", "topology", "device", "dtype", "lock_step", "state", "note"},
  "rates":  {"tokens_in_per_second", "tokens_out_per_second", "time_to_first_token", "inter_token_latency",
-            "memory_bytes"},                         # numbers, or null where nothing is known
+            "memory_bytes", "first_token_p95", "first_token_p99", "inter_token_p95", "inter_token_p99"},
+                                                     # numbers, or null where nothing is known
  "ranks": [{"rank": 0, "alive": true, "num_running", "num_waiting", "num_preemptions", "num_blocks",
             "num_free_blocks", "num_cached_blocks", "block_size", "prefix_cache_queries", "prefix_cache_hits",
             "step", "wave", "is_paused", "sleep_level", "max_num_batched_tokens", "max_num_seqs",
@@ -19,7 +20,8 @@ does not follow the last one.
             "requests": null | REQUESTS,             # changes of its part of the table; null: there are none
             "blocks": null | {"buffer": 0, "full": true}}],    # index into the buffers
  "waves": {"reset": true, "spans": [{"start", "end", "rank", "running", "steps", "dummy_steps", "wave",
-                                     "num_requests"}]}}
+                                     "num_requests"}],
+           "open": [...]}}                           # the same, of the last second: each frame has all of them
 ```
 STEP is `[step, time, seconds, num_running, num_waiting, num_free_blocks, num_cached_blocks, entries,
 preempted, finished]`. `seconds` is null until the step's outcome is known. `entries` is null if the same
@@ -41,25 +43,29 @@ part of the table, in this order:
  "new": [{"number", "id", "client", "num_prompt_tokens", "max_total_tokens", "added_at", "preview"}],
  "status": [[number, state, num_cached_tokens, num_preemptions, first_token_at, ended_at, finish_reason, own,
              foreground]],
- "progress": [number, num_computed_tokens, num_output_tokens, ...]}      # a flat list
+ "progress": [number, num_computed_tokens, num_output_tokens, ...],      # a flat list
+ "texts": [[number, newest words of the answer], ...]}
 ```
 A new request replaces one with its number, if there is one. Its status and its progress come in the same
 frame, and again when something in them has changed. An engine core that is missing from `ranks` has left with
 its requests.
 
-Wave spans are sent when they are settled, about a second late, and do not change after that. The spans of a
-frame are new ones; with `reset` all earlier ones are void.
+Wave spans are settled after about a second, and do not change after that. The settled spans of a frame are
+new ones; with `reset` all earlier ones are void. Those under `open` may still change, and replace the open ones
+of the frame before.
 
 A buffer of blocks is little-endian uint32. If it is full, it has one word for each block, otherwise pairs
 (block, word). A word has the reference count in bits 0 to 11 (4095: that or more), bit 12 if the block is
 cached, and in bits 13 to 31 the number of the request that took the block last, modulo 2**19 - 1, or 2**19 -
 1 if none did.
 
-The script sends the kernel `{"kind": "hello"}`, `{"kind": "alive"}` every five seconds while it is visible,
+The script sends the kernel `{"kind": "hello"}`, `{"kind": "alive", "visible": true}` every five seconds, which says
+whether it can be seen,
 `{"kind": "abort", "rank": 0, "number": 12}` (answer: `{"kind": "aborted", "rank", "number", "error": null}`),
 `{"kind": "go_on"}`, which wakes a sleeping engine and lifts a pause (answer: `{"kind": "goes_on", "error":
 null}`), `{"kind": "block", "rank": 0, "block": 17}` (answer: `{"kind": "block", "rank", "block", "lines":
-[str, ...]}`), and `{"kind": "export"}` (answer: `{"kind": "export", "name": "trace.json", "text": str}`).
+[str, ...]}`), `{"kind": "export"}` (answer: `{"kind": "export", "name": "trace.json", "text": str}`), and
+`{"kind": "history", "last": "1h"}` (or `"1d"`; answer: `nbengine.widgets.dashboard.past`).
 
 Traits that are synchronised beside the messages: `snapshot` is a dict: a reset frame with one more key,
 `"buffers"`, a list of its buffers in base64; it is renewed now and then, so that a saved notebook has
@@ -69,7 +75,8 @@ unknown. `height` is in pixels; 0 means as high as the content; the script sets 
 are the same when the page is loaded again.
 
 All times are seconds of `time.time()`; a rank's spans come in order and do not overlap. While a widget is
-visible, a frame comes at least every five seconds, as an answer to `alive`, even if nothing has changed: the
+visible, a frame comes at least every five seconds, as an answer to `alive`, even if nothing has changed. Out of
+sight frames come every two seconds, so that the script misses nothing. With the state "ended" come no more: the
 script says that the kernel does not answer when no frame has come for fifteen seconds, and at once when
 nothing can be sent because the kernel was restarted.
 """
@@ -89,7 +96,7 @@ from numpy.typing import NDArray
 from nbengine.client.observe.trace_mirror import BlockMap, TraceMirror
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import RequestAdded
-from nbengine.widgets.dashboard.request_frames import RequestEncoder, RequestRow, cut
+from nbengine.widgets.dashboard.request_frames import RequestEncoder, RequestRow, cut, no_words
 from nbengine.widgets.dashboard.step_frames import StepEncoder
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed_state import is_blank
@@ -137,14 +144,19 @@ class FrameBuilder:
     """A maker of the frames of one widget, to be used by one thread at a time.
 
     Args:
-        preview: the beginning of a request's prompt in words.
+        preview: the end of what a request asks, in words.
+        output: the newest words of a request's answer; empty where they are not known.
         clock: in seconds.
     """
 
     def __init__(
-        self, preview: Callable[[RequestAdded], str], clock: Callable[[], float] = time.monotonic
+        self,
+        preview: Callable[[RequestAdded], str],
+        clock: Callable[[], float] = time.monotonic,
+        output: Callable[[RequestAdded], str] = no_words,
     ) -> None:
         self._preview = preview
+        self._output = output
         self._clock = clock
         self._seq = 0
         self._needs_reset = True
@@ -153,6 +165,7 @@ class FrameBuilder:
         self._settled_until = 0.0
         self._span_marks: deque[tuple[float, float]] = deque()
         """Pairs of (time, end of the newest span at that time)."""
+        self._unsettled: list[dict[str, object]] = []
         self._sent: dict[str, object] = {}
 
     def snapshot(self, state: DashboardState) -> Frame:
@@ -187,9 +200,9 @@ class FrameBuilder:
         self._sent = now_shown
         present = {engine.engine_index for engine in state.stats.engines}
         self._ranks = {rank: self._ranks.get(rank) or self._unseen() for rank in present}
-        spans = self._spans(state)
+        spans, unsettled = self._spans(state)
         buffers: list[bytes] = []
-        size = _HEAD_BYTES + _RANK_BYTES * len(ranks) + _SPAN_BYTES * len(spans)
+        size = _HEAD_BYTES + _RANK_BYTES * len(ranks) + _SPAN_BYTES * (len(spans) + len(unsettled))
         size += self._add_requests(ranks, state)
         for rank in ranks:
             size += self._add_blocks(rank, state.mirrors, buffers)
@@ -197,6 +210,8 @@ class FrameBuilder:
         for rank in ranks:
             size += self._add_steps(rank, state.mirrors, max(LEAST_STEP_BYTES, room // len(ranks)))
         has_more = any(rank["steps"] or rank["history_lost"] or rank["requests"] for rank in ranks)
+        has_news = has_news or unsettled != self._unsettled
+        self._unsettled = unsettled
         if not (has_news or buffers or spans or has_more):
             return Frame({}, [], 0)
         self._seq += 1
@@ -207,12 +222,12 @@ class FrameBuilder:
             "time": state.time,
             **heads,
             "ranks": ranks,
-            "waves": {"reset": is_reset, "spans": spans},
+            "waves": {"reset": is_reset, "spans": spans, "open": unsettled},
         }
         return Frame(content, buffers, size)
 
     def _unseen(self) -> _RankSeen:
-        return _RankSeen(RequestEncoder(self._preview))
+        return _RankSeen(RequestEncoder(self._preview, self._output))
 
     def _add_requests(self, ranks: Sequence[dict[str, object]], state: DashboardState) -> int:
         rows: defaultdict[int, list[RequestRow]] = defaultdict(list)
@@ -258,8 +273,8 @@ class FrameBuilder:
         rank.update(history_lost=steps.lost, steps=steps.items)
         return steps.size
 
-    def _spans(self, state: DashboardState) -> list[dict[str, object]]:
-        """List the spans that are settled and were not sent yet."""
+    def _spans(self, state: DashboardState) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+        """List the spans that are settled and were not sent yet, and those that are not settled."""
         waves, now = state.waves, self._clock()
         newest = waves.began + waves.seconds
         if not self._span_marks or newest > self._span_marks[-1][1]:
@@ -268,11 +283,13 @@ class FrameBuilder:
             self._settled_until = max(self._settled_until, self._span_marks.popleft()[1])
         settled = newest if state.state == "ended" else self._settled_until
         spans: list[dict[str, object]] = []
+        unsettled: list[dict[str, object]] = []
         for span in waves.spans:
             start, end = waves.began + span.start, waves.began + span.end
-            if end <= self._spans_until + _SAME_TIME or end > settled + _SAME_TIME:
+            if end <= self._spans_until + _SAME_TIME:
                 continue
-            spans += [
+            found = spans if end <= settled + _SAME_TIME else unsettled
+            found += [
                 {
                     "start": round(start, 4),
                     "end": round(end, 4),
@@ -286,7 +303,7 @@ class FrameBuilder:
                 for rank, part in sorted(span.ranks.items())
             ]
         self._spans_until = max(self._spans_until, settled)
-        return spans
+        return spans, unsettled
 
 
 def block_words(blocks: BlockMap, block_ids: NDArray[np.int64] | None = None) -> NDArray[np.uint32]:
@@ -324,6 +341,10 @@ def _rates(state: DashboardState) -> dict[str, object]:
         "tokens_out_per_second": _rounded(rates.tokens_out_per_second, 1),
         "time_to_first_token": _rounded(rates.time_to_first_token, 6),
         "inter_token_latency": _rounded(rates.inter_token_latency, 6),
+        "first_token_p95": _rounded(rates.first_token_tail[0], 6),
+        "first_token_p99": _rounded(rates.first_token_tail[1], 6),
+        "inter_token_p95": _rounded(rates.inter_token_tail[0], 6),
+        "inter_token_p99": _rounded(rates.inter_token_tail[1], 6),
         "memory_bytes": rates.memory_bytes,
     }
 

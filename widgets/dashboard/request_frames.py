@@ -11,10 +11,16 @@ from nbengine.metrics.trace import RequestAdded
 MOST_TEXT = 200
 """The most characters of an id, a name or a preview."""
 _NEW_BYTES, _STATUS_BYTES, _PROGRESS_BYTES, _GONE_BYTES = 150, 75, 15, 5
+_TEXT_BYTES = 12
 
 RequestRow = tuple[RequestView, bool | None]
 """A request of the table, and whether the running cell waits for it; None if another notebook sent it."""
 Status = tuple[object, ...]
+
+
+def no_words(_: RequestAdded) -> str:
+    """Know nothing of an answer."""
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +37,22 @@ class _Sent:
     added: RequestAdded
     status: Status | None = None
     progress: tuple[int, int] | None = None
+    output: str = ""
 
 
 class RequestEncoder:
     """A maker of an engine core's `requests` for the protocol in `nbengine.widgets.dashboard.frames`.
 
     Args:
-        preview: the beginning of a request's prompt in words.
+        preview: the end of what a request asks, in words.
+        output: the newest words of a request's answer; empty where they are not known.
     """
 
-    def __init__(self, preview: Callable[[RequestAdded], str]) -> None:
+    def __init__(
+        self, preview: Callable[[RequestAdded], str], output: Callable[[RequestAdded], str] = no_words
+    ) -> None:
         self._preview = preview
+        self._output = output
         self._sent: dict[int, _Sent] = {}
 
     def take(self, rows: Iterable[RequestRow]) -> Requests:
@@ -49,6 +60,7 @@ class RequestEncoder:
         new: list[object] = []
         status: list[object] = []
         progress: list[object] = []
+        texts: list[object] = []
         known, self._sent = self._sent, {}
         size = 0
         for view, own in rows:
@@ -68,11 +80,17 @@ class RequestEncoder:
             if sent.progress != progress_now:
                 sent.progress = progress_now
                 progress += (added.number, *progress_now)
+            output = cut(self._output(added)) or sent.output
+            if sent.output != output:
+                sent.output = output
+                texts.append([added.number, output])
+                size += _TEXT_BYTES + len(output)
         gone: list[object] = list(known)
-        if not (gone or new or status or progress):
+        if not (gone or new or status or progress or texts):
             return Requests(None, 0)
         size += _GONE_BYTES * len(gone) + _STATUS_BYTES * len(status) + _PROGRESS_BYTES * len(progress) // 3
-        return Requests({"gone": gone, "new": new, "status": status, "progress": progress}, size)
+        item = {"gone": gone, "new": new, "status": status, "progress": progress, "texts": texts}
+        return Requests(item, size)
 
 
 def cut(text: str) -> str:

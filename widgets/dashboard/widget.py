@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import anywidget
 import traitlets
 from IPython.core.getipython import get_ipython
 
+from nbengine.client.observe.process_usage import printable
 from nbengine.errors import NBEngineError
 from nbengine.metrics.trace import RequestAdded
 from nbengine.runtime.connection import ConnectionInfo
@@ -19,12 +21,15 @@ from nbengine.widgets.comms import answer_at_once
 from nbengine.widgets.dashboard.block_lines import block_lines, token_text
 from nbengine.widgets.dashboard.chrome_trace import chrome_trace, history_of
 from nbengine.widgets.dashboard.frames import FrameBuilder
+from nbengine.widgets.dashboard.labels import last_words, tail
 from nbengine.widgets.dashboard.open_dashboards import BYTES_PER_SECOND, LINE, OPEN, num_watched
+from nbengine.widgets.dashboard.past import LASTS, answer, refusal
+from nbengine.widgets.dashboard.still import Still
 from nbengine.widgets.dashboard.throttle import Throttle
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed import EngineFeed, Subscribe
-from nbengine.widgets.following.feed_answers import abort, decode, go_on
-from nbengine.widgets.following.ownership import Owner
+from nbengine.widgets.following.feed_answers import abort, decode, go_on, history
+from nbengine.widgets.following.ownership import SPOKEN, Owner
 from nbengine.widgets.idle import IdleClock
 from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.pictures.html import static_bundle
@@ -37,6 +42,10 @@ FRAME_INTERVAL = 0.2
 """The least seconds between two frames."""
 SILENCE = 15.0
 """Seconds without a sign of life from the script after which nothing is sent."""
+HIDDEN_SILENCE = 150.0
+"""The same while the script is out of sight: browsers let a hidden page act once a minute."""
+HIDDEN_INTERVAL = 2.0
+"""The least seconds between two frames while the script is out of sight."""
 QUIET = 2.0
 """Seconds since the last frame after which a sign of life is answered."""
 SNAPSHOT_INTERVAL = 5.0
@@ -52,8 +61,11 @@ _PREVIEW_TOKENS = 64
 class Dashboard(anywidget.AnyWidget):
     """A live view of an engine, which changes nothing except that it can end this notebook's own requests.
 
-    Its script gets frames (`nbengine.widgets.dashboard.frames`) while it gives signs of life. With the
-    engine's end, or with `close`, a picture of the last state takes its place. Usable from any thread.
+    Its script gets frames (`nbengine.widgets.dashboard.frames`) while it gives signs of life. When the engine
+    ends, a script that was heard keeps what it knows, and can export it; otherwise, and with `close`, a picture of
+    the last state takes the widget's place. Usable from any thread.
+
+    A `Still` below it is what a saved notebook shows.
 
     Args:
         info: the engine.
@@ -95,11 +107,19 @@ class Dashboard(anywidget.AnyWidget):
         self._idle = IdleClock.of(shell) if falls_back and in_kernel(shell) else None
         self._heard_at: float | None = None
         """The time of the script's last sign of life, on `time.monotonic()`."""
+        self._is_seen = True
+        """The script can be seen, as far as it has said."""
+        self._still = Still(shell)
+        self._last: DashboardState | None = None
+        """The state at the end of the engine, while the script keeps it."""
         self._sent_at = 0.0
         self._snapshot_due = time.monotonic() + SNAPSHOT_INTERVAL
         self._snapshot_of = 0.0
         self._throttle = Throttle(FRAME_INTERVAL, BYTES_PER_SECOND, FRAME_INTERVAL / 4)
-        self._builder = FrameBuilder(self._preview)
+        self._builder = FrameBuilder(self._preview, output=self._newest_words)
+        self._spoken: Mapping[str, tuple[str, str]] = {}
+        """What the requests of this process say, as of the latest frame."""
+        self._asks_history = threading.Lock()
         self._final: Mapping[str, str] | None = None
         self._is_closed = False
         OPEN.add(self)
@@ -114,12 +134,17 @@ class Dashboard(anywidget.AnyWidget):
 
     @property
     def is_watched(self) -> bool:
-        """Return whether the script gives signs of life."""
-        return self._heard_at is not None and time.monotonic() - self._heard_at < SILENCE
+        """Return whether the script gives signs of life and is kept up to date."""
+        silence = SILENCE if self._is_seen else HIDDEN_SILENCE
+        return (
+            self._last is None and self._heard_at is not None and time.monotonic() - self._heard_at < silence
+        )
 
     def close(self) -> None:
         """Stop following the engine and keep the last state; a second call does nothing."""
-        if self._plain is None and not self._is_closed:
+        if self._last is not None:
+            self._finish(self._last)
+        elif self._plain is None and not self._is_closed:
             # If nobody has looked for a while, the known state is old.
             self._feed.wait_until_known()
             with self._feed.state() as state:
@@ -148,7 +173,7 @@ class Dashboard(anywidget.AnyWidget):
         if self._is_closed:
             return static, {}
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
-        return {**data, **static}, metadata
+        return {**data, "text/plain": f"dashboard of engine {self.info.name!r}"}, metadata
 
     def _ipython_display_(self, **kwargs: Any) -> None:
         if not self._is_closed:
@@ -156,6 +181,9 @@ class Dashboard(anywidget.AnyWidget):
         OPEN.close_superfluous()
         # The widget is displayed by hand: a cell's value has no display id and could not be replaced later.
         self._output.show(*self._repr_mimebundle_(**kwargs), again=True)
+        if not self._is_closed:
+            with self._feed.state() as state:
+                self._still.show(self._last or state)
 
     # The feed calls these, with its lock held.
 
@@ -169,10 +197,11 @@ class Dashboard(anywidget.AnyWidget):
         if self._is_closed:
             return
         if state.state == "ended":
-            self._finish(state)
+            self._keep_last(state)
             return
         if self.is_watched:
             self._renew_snapshot(state)
+            self._still.renew(state)
             self._send_frame(state)
         elif self._must_fall_back:
             self._fall_back(state)
@@ -186,6 +215,9 @@ class Dashboard(anywidget.AnyWidget):
     def _send_frame(self, state: DashboardState, *, force: bool = False) -> None:
         if not (self._throttle.is_due and LINE.is_due):
             return
+        if not (self._is_seen or force) and time.monotonic() - self._sent_at < HIDDEN_INTERVAL:
+            return
+        self._spoken = SPOKEN.words()
         frame = self._builder.build(state, force=force)
         if frame is not None:
             self.send(frame.content, frame.buffers)
@@ -199,7 +231,8 @@ class Dashboard(anywidget.AnyWidget):
         is_due = now >= self._snapshot_due and self._snapshots.is_due and LINE.is_due
         if not at_once and (not is_due or state.time == self._snapshot_of):
             return
-        frame = FrameBuilder(self._preview).snapshot(state)
+        self._spoken = SPOKEN.words()
+        frame = FrameBuilder(self._preview, output=self._newest_words).snapshot(state)
         buffers = [base64.b64encode(buffer).decode() for buffer in frame.buffers]
         self.snapshot = {**frame.content, "buffers": buffers}
         size = frame.size + sum(map(len, buffers)) - sum(map(len, frame.buffers))
@@ -209,10 +242,27 @@ class Dashboard(anywidget.AnyWidget):
         share = num_watched() * size / SNAPSHOT_BYTES_PER_SECOND
         self._snapshot_due = now + max(SNAPSHOT_INTERVAL, share)
 
+    def _keep_last(self, state: DashboardState) -> None:
+        """Let the script keep the state with which the engine has ended; without a script, show a picture of it."""
+        if self._heard_at is None:
+            self._finish(state)
+            return
+        self._last = state
+        self._renew_snapshot(state, at_once=True)
+        self._still.renew(state, at_once=True)
+        self._send_last(state)
+
+    def _send_last(self, state: DashboardState) -> None:
+        """Send all that has not been sent, whatever the pace: nothing comes after it."""
+        while (frame := self._builder.build(state)) is not None:
+            self.send(frame.content, frame.buffers)
+            LINE.sent(frame.size)
+
     def _finish(self, state: DashboardState) -> None:
         """Replace the widget by a picture."""
         self._final = static_bundle(state)
         self._renew_snapshot(state, at_once=True)
+        self._still.clear()
         if self._output.shown:
             self._output.show(self._final)
         self._end()
@@ -222,6 +272,7 @@ class Dashboard(anywidget.AnyWidget):
         from nbengine.widgets.dashboard.plain import PlainDashboard
 
         self._plain = PlainDashboard(self.info, output=self._output)
+        self._still.clear()
         self._output.show(*self._plain.bundle(state))
         self._feed.leave(self)
         self._end()
@@ -241,10 +292,16 @@ class Dashboard(anywidget.AnyWidget):
                 return
             OPEN.add(self)
             was_following, self._heard_at = self.follows, time.monotonic()
+            self._is_seen = content.get("visible", self._is_seen) is not False
             kind = content.get("kind")
+            if self._last is not None:
+                state = self._last
             if kind == "hello":
                 self._builder.reset()
-                self._send_frame(state)
+                if self._last is None:
+                    self._send_frame(state)
+                else:
+                    self._send_last(state)
             elif kind == "alive" and time.monotonic() - self._sent_at > QUIET:
                 self._send_frame(state, force=True)
             elif kind == "abort":
@@ -253,28 +310,48 @@ class Dashboard(anywidget.AnyWidget):
                 self._answer_block(state, content.get("rank"), content.get("block"))
             elif kind == "go_on":
                 self._answer_go_on()
-        if not was_following:
+        if not was_following and self._last is None:
             self._feed.look_again()
+        if kind == "history" and content.get("last") in LASTS:
+            # The host answers in its own time, so that nothing else may wait for it.
+            arguments = (content["last"],)
+            threading.Thread(target=self._answer_history, args=arguments, daemon=True).start()
         if kind == "export":
             self.send({"kind": "export", "name": f"{self.info.name}-trace.json", "text": self._trace()})
 
     def _trace(self) -> str:
         with self._feed.state() as state:
-            history = history_of(state)
+            history = history_of(self._last or state)
         # A long trace takes time, so it is made without the feed's lock.
         return chrome_trace(history)
 
     def _answer_abort(self, state: DashboardState, rank: object, number: object) -> None:
         error = None
         try:
+            self._check_engine()
             abort(self._feed, state, rank, number)
         except NBEngineError as refusal:
             error = str(refusal)
         self.send({"kind": "aborted", "rank": rank, "number": number, "error": error})
 
+    def _check_engine(self) -> None:
+        if self._last is not None:
+            raise NBEngineError("the engine has ended")
+
+    def _answer_history(self, last: str) -> None:
+        with self._asks_history:
+            try:
+                self._check_engine()
+                found = answer(last, history(self._feed, last))
+            except NBEngineError as refused:
+                found = refusal(last, str(refused))
+            if not self._is_closed:
+                self.send(found)
+
     def _answer_go_on(self) -> None:
         error = None
         try:
+            self._check_engine()
             go_on(self._feed)
         except NBEngineError as refusal:
             error = str(refusal)
@@ -289,8 +366,21 @@ class Dashboard(anywidget.AnyWidget):
     # Texts.
 
     def _preview(self, request: RequestAdded) -> str:
+        """Return the end of what a request asks, or the beginning where no more is known."""
+        prompt, _ = self._spoken.get(request.request_id, ("", ""))
+        if prompt:
+            return printable(tail(prompt))
         token_ids = request.prompt_token_ids[:_PREVIEW_TOKENS]
-        return token_text(token_ids, self._decode) if token_ids else ""
+        if not token_ids:
+            return ""
+        text = token_text(token_ids, self._decode)
+        if len(token_ids) < request.num_prompt_tokens:
+            return f"{text} …"
+        return last_words(text.replace("⏎", "\n")) or text
+
+    def _newest_words(self, request: RequestAdded) -> str:
+        _, text = self._spoken.get(request.request_id, ("", ""))
+        return printable(tail(text)) if text else ""
 
     def _decode(self, token_ids: Sequence[int]) -> str | None:
         return decode(self._feed, token_ids)

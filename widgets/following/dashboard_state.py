@@ -38,6 +38,10 @@ class Rates:
     inter_token_latency: float | None = None
     memory_bytes: int | None = None
     """The memory of all workers together, in bytes."""
+    first_token_tail: tuple[float | None, float | None] = (None, None)
+    """The 95th and the 99th percentile of the times to the first token, in seconds."""
+    inter_token_tail: tuple[float | None, float | None] = (None, None)
+    """The same of the times between tokens."""
 
 
 @dataclass(frozen=True, slots=True)

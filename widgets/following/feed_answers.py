@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nbengine.errors import NBEngineError
+from nbengine.metrics.history import MetricsHistory
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed import EngineFeed
 
@@ -13,6 +14,19 @@ def decode(feed: EngineFeed, token_ids: Sequence[int]) -> str | None:
     """Decode tokens to text; None if no client of this process has the engine."""
     texts = (owner.decode(token_ids) for owner in feed.owners)
     return next((text for text in texts if text is not None), None)
+
+
+def history(feed: EngineFeed, last: str) -> MetricsHistory:
+    """Return what the engine's host has kept of the last time, "1h" or "1d"; this waits for the host.
+
+    Raises:
+        NBEngineError: this process is not attached to the engine, or the host cannot tell.
+    """
+    for owner in feed.owners:
+        found = owner.history(last)
+        if found is not None:
+            return found
+    raise NBEngineError("this notebook is not attached to the engine: `%engine attach` does that")
 
 
 def go_on(feed: EngineFeed) -> None:

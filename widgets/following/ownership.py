@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from nbengine.errors import NBEngineError
+from nbengine.metrics.history import MetricsHistory
 from nbengine.metrics.trace import RequestAdded
 
 
@@ -35,8 +36,19 @@ class Client(Protocol):
             NBEngineError: the client cannot.
         """
 
+    def history(self, last: str) -> MetricsHistory:
+        """Return what the engine's host has kept of the last time.
+
+        Raises:
+            NBEngineError: there is none.
+        """
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens to text."""
+
+
+Words = tuple[str, Sequence[str]]
+"""A prompt as it was typed, and the texts of its answers so far."""
 
 
 class Waiting:
@@ -61,6 +73,33 @@ class Waiting:
         return found
 
 
+class Spoken:
+    """What the requests of the process ask and are answered, by engine request id."""
+
+    def __init__(self) -> None:
+        self._sources: list[Callable[[], Mapping[str, Words]]] = []
+
+    def add(self, source: Callable[[], Mapping[str, Words]]) -> None:
+        """Ask a source from now on."""
+        self._sources.append(source)
+
+    def remove(self, source: Callable[[], Mapping[str, Words]]) -> None:
+        """Stop asking a source."""
+        self._sources.remove(source)
+
+    def words(self) -> dict[str, tuple[str, str]]:
+        """Collect each request's prompt and its answer so far; completions of `n > 1` are separate requests."""
+        found: dict[str, tuple[str, str]] = {}
+        for source in self._sources:
+            for request_id, (prompt, texts) in source().items():
+                found[request_id] = (prompt, texts[0] if texts else "")
+                for index, text in enumerate(texts) if len(texts) > 1 else ():
+                    found[f"{index}_{request_id}"] = (prompt, text)
+        return found
+
+
+SPOKEN = Spoken()
+"""What this process's requests say, to which the notebook's magics add theirs."""
 WAITING = Waiting()
 """The waited-for requests of this process, to which the notebook's magics add theirs."""
 
@@ -102,6 +141,15 @@ class Owner:
             return False
         client.go_on_soon()
         return True
+
+    def history(self, last: str) -> MetricsHistory | None:
+        """Return what the engine's host has kept of the last time; None if the client is gone.
+
+        Raises:
+            NBEngineError: there is none.
+        """
+        client = self._client()
+        return None if client is None else client.history(last)
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """Decode tokens to text; None if the client is gone."""

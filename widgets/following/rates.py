@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,12 +42,16 @@ class RateMeter:
             meter.forget(now)
         memory = sum(worker.memory_bytes for engine in stats.engines for worker in engine.workers)
         known = [meter for meter in meters if now - meter.began >= SHORTEST]
+        first_token = _percentiles([item for meter in meters for item in meter.first_tokens])
+        between = _percentiles([item for meter in meters for item in meter.gaps])
         return Rates(
             tokens_in_per_second=_sum(meter.tokens_per_second(0, now) for meter in known),
             tokens_out_per_second=_sum(meter.tokens_per_second(1, now) for meter in known),
-            time_to_first_token=_median([item for meter in meters for item in meter.first_tokens]),
-            inter_token_latency=_median([item for meter in meters for item in meter.gaps]),
+            time_to_first_token=first_token[0],
+            inter_token_latency=between[0],
             memory_bytes=memory or None,
+            first_token_tail=first_token[1:],
+            inter_token_tail=between[1:],
         )
 
 
@@ -157,10 +162,16 @@ def _sum(values: Iterable[float]) -> float | None:
     return sum(known) if known else None
 
 
-def _median(items: Sequence[_Measured]) -> float | None:
-    left = sum(item.weight for item in items) / 2
-    for item in sorted(items, key=lambda item: item.seconds):
-        left -= item.weight
-        if left <= 0:
-            return item.seconds
-    return None
+def _percentiles(items: Sequence[_Measured]) -> tuple[float | None, float | None, float | None]:
+    """Return the median, the 95th and the 99th percentile; None each where nothing was measured.
+
+    Each is the least measured duration that at least that share of them does not exceed.
+    """
+    ordered = sorted(items, key=lambda item: item.seconds)
+    weights = list(itertools.accumulate(item.weight for item in ordered))
+    if not weights:
+        return None, None, None
+    middle, high, highest = (
+        ordered[bisect_left(weights, part * weights[-1] / 100)].seconds for part in (50, 95, 99)
+    )
+    return middle, high, highest

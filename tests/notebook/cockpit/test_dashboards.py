@@ -123,6 +123,7 @@ def test_scrubbing_shows_earlier_steps_while_live_goes_on(open_cockpit: OpenCock
     cockpit.run("%%generate -a -o handle --raw --max-tokens 1500\nWrite")
     row = board.running()
     at_pause = board.wait_for_output(row, 200)
+    board.root.get_by_role("button", name="Show steps, each as wide as the others").click()
     board.root.get_by_role("button", name="Pause").click()
     timeline = board.root.locator(".nbe-timeline")
     expect(timeline).to_have_attribute("data-live", "false")
@@ -189,7 +190,7 @@ def test_keys_of_the_dashboard_are_not_the_notebooks(open_cockpit: OpenCockpit) 
     for part, key in (
         (".nbe-scroller", "ArrowUp"),
         (".nbe-timeline canvas", "b"),
-        (".nbe-blocks canvas", "x"),
+        (".nbe-map canvas", "x"),
     ):
         board.root.locator(part).focus()
         page.keyboard.press(key)

@@ -96,7 +96,7 @@ def test_hostile_texts_are_shown_as_they_are(hostile: tuple[Cockpit, dict[str, i
     expect(board.root.locator(".nbe-preview").first).to_have_attribute("title", re.compile("<img src=x"))
     set_width(page, 1900, WHOLE)
     expect(board.root.locator("td.nbe-cell-text", has_text="<img src=x").first).to_be_visible()
-    blocks = board.root.locator(".nbe-blocks canvas")
+    blocks = board.root.locator(".nbe-map canvas")
     blocks.hover(position={"x": 4, "y": 4})
     expect(page.locator(".nbe-tip:not([hidden])")).to_contain_text("<img src=x")
     set_width(page, WIDE, WHOLE)
@@ -115,13 +115,16 @@ def test_everything_can_be_read_wide_and_narrow_light_and_dark(
     grounds, pictures = set(), set()
     for dark in (False, True):
         set_theme(cockpit.page, dark=dark)
+        # By itself, not because of another size.
+        board.wait_for_color("map", mixed(ROLES["cached"], CACHED_OPACITY, board.ground))
+        assert sum(board.colors("timeline").values()) > 0
         for width in (WIDE, NARROW):
             set_width(cockpit.page, width, WHOLE)
             board.wait_until_live()
             board.wait_until_settled()
             ground = board.ground
             grounds.add(ground)
-            board.wait_for_color("blocks", mixed(ROLES["cached"], CACHED_OPACITY, ground))
+            board.wait_for_color("map", mixed(ROLES["cached"], CACHED_OPACITY, ground))
             name = f"{width}-{'dark' if dark else 'light'}"
             assert board.root.get_attribute("data-theme") == name.partition("-")[2]
             pictures.add(timeline_pixels(board))

@@ -32,7 +32,7 @@ pytestmark = needs_chromium
 
 def test_the_timeline_shows_what_each_request_did(open_page: OpenPage) -> None:
     page = open_page()
-    page.mount()
+    page.mount(view={"axis": "steps"})
     page.deliver(frame(steps=STEPS, requests=[request(0), request(1)]))
 
     def look(ordinal: int, row: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def test_the_timeline_shows_what_each_request_did(open_page: OpenPage) -> None:
         "250 ms · 64 tokens",
         "64 prefill, 0 decode",
         "1 running, 2 waiting",
-        "90 free blocks, 10 cached",
+        "90 free blocks, 10 findable by prefix",
         "#0 cmpl-0",
         "prefill: 64 tokens",
     ]
@@ -77,7 +77,7 @@ def test_the_timeline_shows_what_each_request_did(open_page: OpenPage) -> None:
 
 def test_the_timeline_can_be_paused_gone_back_in_and_zoomed(open_page: OpenPage) -> None:
     page = open_page()
-    page.mount()
+    page.mount(view={"axis": "steps"})
     steps = [step(1, [0, 5, 1, -1]), *[step(number, [0, 1, 0, -1]) for number in range(2, 2001)]]
     page.deliver(frame(steps=steps))
     place, pause = page.page.locator(".nbe-place"), page.page.locator(".nbe-tools button").first
@@ -261,7 +261,7 @@ def test_a_lost_frame_is_noticed_and_a_reset_frame_mends_it(open_page: OpenPage)
 
 def test_ranks_and_waves_are_shown_and_one_rank_can_be_chosen(open_page: OpenPage) -> None:
     page = open_page()
-    page.mount()
+    page.mount(view={"axis": "steps"})
     engine = FakeEngine(ranks=2, num_blocks=20, lock_step=True)
     engine.ranks[0].add(100, 200, id="zero")
     engine.run(40, arrivals=0)
@@ -297,7 +297,7 @@ def test_ranks_and_waves_are_shown_and_one_rank_can_be_chosen(open_page: OpenPag
 
 def test_what_is_paused_stays_at_its_time_when_its_rank_leaves(open_page: OpenPage) -> None:
     page = open_page()
-    page.mount()
+    page.mount(view={"axis": "steps"})
     content, buffers = FakeEngine(ranks=2, num_blocks=1).frame(reset=True)
     for rank, seconds in zip(content["ranks"], (0.01, 0.02), strict=True):
         rank["steps"] = [[number, START + number * seconds, *step(number)[2:]] for number in range(1, 401)]

@@ -47,7 +47,7 @@ def test_the_header_says_what_was_published_and_a_dash_for_what_was_not(open_pag
     )
     content["rates"].update(time_to_first_token=None, tokens_in_per_second=0)
     page.deliver((content, buffers))
-    assert page.text(".nbe-title").split("\n") == [
+    assert page.text(".nbe-title").split("\n")[:4] == [
         "running",
         "engine-1",
         "smollm2-135m",
@@ -70,7 +70,49 @@ def test_the_header_says_what_was_published_and_a_dash_for_what_was_not(open_pag
     labels = ["tokens in", "tokens out", "memory", "KV blocks in use", "prefix hits"]
     assert [tile(page, label) for label in labels] == ["–"] * 5
     assert page.text(".nbe-state") == "ended"
-    assert page.text(".nbe-banner") == "it was stopped"
+    assert (
+        page.text(".nbe-banner") == "it was stopped — what was seen of it can be looked through and exported"
+    )
+
+
+def test_a_theme_that_changes_leaves_no_canvas_blank(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    engine = FakeEngine(ranks=2, num_blocks=60)
+    engine.run(60, arrivals=0.3)
+    page.deliver(engine.frame(reset=True))
+    engine.run(60, arrivals=0.3)
+    page.deliver(engine.frame())
+    inked = """() => [...document.querySelectorAll('.nbe-panel:not([hidden]) canvas')].map((canvas) =>
+        canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value > 0))"""
+    before = page.page.evaluate(inked)
+    assert len(before) >= 7
+    assert before.count(False) <= 1
+    for theme in (DARK, LIGHT):
+        page.set_theme(theme)
+        page.settle()
+        page.settle()
+        assert page.page.evaluate(inked) == before
+
+
+def test_an_engine_that_has_ended_can_be_looked_through(open_page: OpenPage) -> None:
+    page = open_page(frozen=True)
+    page.mount()
+    content, _ = frame(steps=STEPS, requests=[request(0)])
+    page.page.evaluate("(content) => models[0].deliver(content, [])", content)
+    ended = {"state": "ended", "note": "the engine was stopped"}
+    content, _ = frame(2, reset=False, engine=ended)
+    page.page.evaluate("(content) => models[0].deliver(content, [])", content)
+    page.page.clock.run_for(60_000)
+    assert page.page.get_attribute(".nbe-dash", "data-ended") == "true"
+    assert page.text(".nbe-banner").startswith("the engine was stopped — ")
+    assert page.page.locator(".nbe-abort:visible").count() == 0
+    slider = page.page.locator(".nbe-slider")
+    slider.evaluate("(node) => { node.value = '4'; node.dispatchEvent(new Event('input')); }")
+    page.page.clock.run_for(100)
+    assert page.text(".nbe-place").startswith("step 4 ·")
+    page.page.get_by_label("Export as Chrome trace").evaluate("(node) => node.click()")
+    assert page.sent("export") == [{"kind": "export"}]
 
 
 def test_export_asks_the_kernel_for_the_file(open_page: OpenPage) -> None:
@@ -117,7 +159,7 @@ def test_a_file_goes_to_the_one_view_that_asked_for_it(open_page: OpenPage) -> N
 def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> None:
     page = open_page(frozen=True)
     engine = FakeEngine(num_blocks=6)
-    engine.ranks[0].add(40, 3, id="saved-1", own=True)
+    engine.ranks[0].add(40, 3, preview="saved-1", own=True)
     engine.run(2, arrivals=0)
     snapshot = engine.snapshot()
     page.mount(snapshot=snapshot)
@@ -131,7 +173,7 @@ def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> 
     assert_color(page.pixel(BLOCKS, *cell(page, 0)), REQUESTS[0])
     assert tile(page, "tokens out") == "412/s"
     live, _ = engine.frame(reset=True)
-    live["ranks"][0]["requests"]["new"][0]["id"] = "live-1"
+    live["ranks"][0]["requests"]["new"][0]["preview"] = "live-1"
     page.page.evaluate("([content]) => models[0].deliver(content, [btoa('\\0'.repeat(24))])", [live])
     page.page.clock.run_for(100)
     assert page.page.locator(".nbe-banner").is_hidden()
@@ -178,12 +220,12 @@ def test_a_kernel_that_nothing_can_be_sent_to_is_said_not_to_answer(open_page: O
     assert page.page.locator(".nbe-tip").count() == 1
 
 
-def test_only_what_is_seen_is_alive(open_page: OpenPage) -> None:
+def test_out_of_sight_it_is_alive_and_says_that_it_cannot_be_seen(open_page: OpenPage) -> None:
     page = open_page(frozen=True)
     page.mount()
     page.page.wait_for_function("() => models[0].sent.some((m) => m.kind === 'alive')")
     page.page.clock.run_for(10_500)
-    assert len(page.sent("alive")) == 3
+    assert page.sent("alive") == 3 * [{"kind": "alive", "visible": True}]
     page.page.evaluate("document.getElementById('cells').style.marginTop = '5000px'")
     page.page.wait_for_function(
         "() => document.querySelector('.nbe-dash').getBoundingClientRect().top > 4000"
@@ -191,10 +233,17 @@ def test_only_what_is_seen_is_alive(open_page: OpenPage) -> None:
     page.page.evaluate(
         "() => new Promise((done) => new IntersectionObserver((e, o) => { o.disconnect(); done(); }).observe(document.body))"
     )
+    page.page.wait_for_function("() => models[0].sent.at(-1).visible === false")
     page.page.clock.run_for(20_000)
-    assert len(page.sent("alive")) == 3
+    assert page.sent("alive")[3:] == 5 * [{"kind": "alive", "visible": False}]
+    # What comes meanwhile is kept, and not drawn.
+    page.page.evaluate("(content) => models[0].deliver(content, [])", frame(steps=STEPS)[0])
+    page.page.clock.run_for(1000)
+    assert page.text(".nbe-place") == ""
     page.page.evaluate("document.getElementById('cells').style.marginTop = '0'")
-    page.page.wait_for_function("() => models[0].sent.filter((m) => m.kind === 'alive').length === 4")
+    page.page.wait_for_function("() => models[0].sent.at(-1).visible === true")
+    page.page.clock.run_for(100)
+    assert page.text(".nbe-place").startswith("step 9 ·")
 
 
 def test_several_are_independent_and_leave_nothing(open_page: OpenPage) -> None:
@@ -286,7 +335,7 @@ MORE_LOOKS = [(1280, "dark"), (800, "light")]
 @pytest.mark.parametrize(("width", "theme"), LOOKS + (MORE_LOOKS if PICTURES else []))
 def test_nothing_overlaps_or_is_cut_off(open_page: OpenPage, width: int, theme: str) -> None:
     page = open_page(width=width, height=1000, theme=DARK if theme == "dark" else LIGHT)
-    page.mount()
+    page.mount(view={"axis": "steps"})
     engine = FakeEngine(ranks=2, num_blocks=240, lock_step=True)
     engine.run(150, arrivals=0.2)
     page.deliver(engine.frame(reset=True))
@@ -319,7 +368,7 @@ def test_an_engine_that_is_held_back_has_a_button_that_lets_it_go_on(open_page: 
     page = open_page()
     page.mount()
     page.deliver(frame(engine={"state": "running"}))
-    assert page.page.locator(".nbe-title .nbe-button:visible").count() == 0
+    assert page.page.locator(".nbe-title .nbe-button[aria-label$=engine]:visible").count() == 0
     for seq, (state, label) in enumerate({"paused": "Resume", "asleep": "Wake"}.items(), 2):
         page.deliver(frame(seq, reset=False, engine={"state": state}))
         page.page.get_by_role("button", name=f"{label} the engine").click()
@@ -328,7 +377,7 @@ def test_an_engine_that_is_held_back_has_a_button_that_lets_it_go_on(open_page: 
     page.deliver(({"kind": "goes_on", "error": "this notebook is not attached"}, []))
     expect(page.page.locator(".nbe-banner")).to_contain_text("this notebook is not attached")
     page.deliver(frame(4, reset=False, engine={"state": "idle"}))
-    assert page.page.locator(".nbe-title .nbe-button:visible").count() == 0
+    assert page.page.locator(".nbe-title .nbe-button[aria-label$=engine]:visible").count() == 0
     expect(page.page.locator(".nbe-banner")).to_be_hidden()
 
 
@@ -337,17 +386,19 @@ def test_everything_can_be_reached_by_tab(open_page: OpenPage, chromium: Browser
     page.mount()
     page.deliver(frame(steps=STEPS, requests=[request(0)], words=[word(0)]))
     reached = []
-    for _ in range(12):
+    for _ in range(16):
         page.page.keyboard.press("Tab")
         label = page.page.evaluate("document.activeElement.getAttribute('aria-label') ?? ''")
         reached.append(label.split(".")[0])
         if label:
             # Its keys are not the notebook's.
             assert page.page.evaluate("document.activeElement.dataset.lmSuppressShortcuts") == "true", label
-    assert reached[:11] == [
+    assert [label.split(",")[0] for label in reached[:3]] == ["Steps", "The last hour", "The last day"]
+    assert reached[3:15] == [
         "KV block map",
         "Pause",
         "Position among the last steps",
+        "Show steps, each as wide as the others",
         "Zoom out",
         "Zoom in",
         "Show all steps",

@@ -224,7 +224,7 @@ class DashboardView:
         return found["tokens"]
 
     def colors(self, panel: str) -> Counter[Color]:
-        """Count the pixels of each colour on the canvas of a panel, "blocks" or "timeline"."""
+        """Count the pixels of each colour on a canvas, "map" (of the blocks) or "timeline"."""
         found: list[list[int]] = self.root.locator(f".nbe-{panel} canvas").evaluate(
             """(canvas) => {
                 const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -251,7 +251,7 @@ class DashboardView:
 
     def pixels_of_request(self, number: int) -> int:
         """Count the pixels of the block map that are in a request's colour."""
-        return self.colors("blocks")[color(REQUESTS[number % len(REQUESTS)])]
+        return self.colors("map")[color(REQUESTS[number % len(REQUESTS)])]
 
     def tip(self) -> str:
         """Read the text beside the pointer or the keyboard's cursor."""

@@ -9,7 +9,7 @@ import numpy as np
 from dashboard_frames import NUMBERS, START, FakeEngine, Frame, table_change
 from dashboard_page import DashboardPage
 
-BLOCKS = ".nbe-blocks canvas"
+BLOCKS = ".nbe-map canvas"
 TIMELINE = ".nbe-timeline canvas"
 TIP = ".nbe-tip:not([hidden])"
 GUTTER, AXIS, LARGEST = 56, 20, 26
@@ -102,7 +102,7 @@ def assert_color(pixel: tuple[int, ...], color: str, opacity: float = 1, ground:
 
 def cell(page: DashboardPage, index: int) -> tuple[float, float]:
     """The place of a block's cell in a map of few blocks: its upper left quarter."""
-    columns = int(page.page.evaluate("document.querySelector('.nbe-blocks canvas').clientWidth")) // LARGEST
+    columns = int(page.page.evaluate("document.querySelector('.nbe-map canvas').clientWidth")) // LARGEST
     return (index % columns) * LARGEST + 4, (index // columns) * LARGEST + 4
 
 

@@ -283,6 +283,21 @@ async def test_prometheus_gets_the_figures_of_every_rank() -> None:
         assert line in reply.body.decode().splitlines()
 
 
+async def test_the_history_is_answered_in_rows() -> None:
+    fake = await server()
+    reply = await call(fake.app, "/metrics/history")
+    assert reply.status == 200
+    (row,) = json.loads(reply.body)["rows"]
+    assert (row["time"], row["rank"], row["tokens_per_second"], row["ttft_p95"]) == (1000.0, 0, 7.0, None)
+    assert (await call(fake.app, "/metrics/history?last=10m&rank=3")).status == 200
+    assert fake.engine.histories == [("1h", None), ("10m", 3)]
+    for query, name in (("last=soon", "last"), ("rank=x", "rank"), ("rank=-1", "rank"), ("days=1", "query")):
+        reply = await call(fake.app, f"/metrics/history?{query}")
+        assert reply.status == 400
+        assert name in reply.error["message"]
+    assert len(fake.engine.histories) == 2
+
+
 async def test_one_too_many_gets_429_and_a_time() -> None:
     fake = await server(max_concurrent_requests=1, max_queued_requests=0)
     ticket = await fake.service.limits.enter()

@@ -119,8 +119,9 @@ class FrameDecoder:
         new: list[dict[str, Any]],
         status: list[list[Any]],
         progress: list[int],
+        texts: list[list[Any]],
     ) -> None:
-        assert gone or new or status or progress, "nothing has changed"
+        assert gone or new or status or progress or texts, "nothing has changed"
         for number in gone:
             del known[number]
         for row in new:
@@ -130,8 +131,10 @@ class FrameDecoder:
             known[number] |= dict(zip(STATUS, values, strict=True))
         for number, *values in zip(*(progress[at::3] for at in range(3)), strict=True):
             known[number] |= dict(zip(PROGRESS, values, strict=True))
+        for number, text in texts:
+            known[number]["text"] = text
         complete = UNCHANGING | set(STATUS) | set(PROGRESS)
-        assert all(set(row) == complete for row in known.values())
+        assert all(set(row) - {"text"} == complete for row in known.values())
 
     def _append(self, rank: DecodedRank, item: list[Any]) -> None:
         step, time, seconds, *figures, entries, preempted, finished = item

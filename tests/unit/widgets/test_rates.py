@@ -58,6 +58,12 @@ def test_figures_are_those_of_all_steps_and_requests(history: list[tuple[int, in
     views = [*engine.mirror.requests.values(), *engine.mirror.finished.values()]
     firsts = [v.first_token_at - v.added.time for v in views if v.first_token_at is not None]
     assert rates.time_to_first_token == (pytest.approx(statistics.median_low(firsts)) if firsts else None)
+    for index, part in enumerate((95, 99)):
+        # The least value that so great a part of them does not exceed.
+        least = min(
+            (v for v in firsts if 100 * sum(w <= v for w in firsts) >= part * len(firsts)), default=None
+        )
+        assert rates.first_token_tail[index] == (None if least is None else pytest.approx(least))
     gaps = gaps_of(engine)
     assert rates.inter_token_latency == (pytest.approx(statistics.median_low(gaps)) if gaps else None)
 

@@ -47,7 +47,7 @@ def test_what_does_not_change_of_a_request_is_sent_once() -> None:
     reader.take_all(state_of(engine))
     (rank,) = reader.frames[-1].content["ranks"]
     values = [value for number in range(64) for value in (number, 6, 3)]
-    assert rank["requests"] == {"gone": [], "new": [], "status": [], "progress": values}
+    assert rank["requests"] == {"gone": [], "new": [], "status": [], "progress": values, "texts": []}
     engine.abort(7)
     engine.run(1)
     reader.take_all(state_of(engine, own={"generate-3": False, "generate-5": True}))

@@ -1,7 +1,7 @@
 // The places and looks of the block map's cells: a cell has one block, or several with mixed colours.
 
 import { CACHED_OPACITY, FREE_OPACITY, REQUESTS, ROLES } from "./palette.js";
-import { holderNumber, isCached, references } from "./store.js";
+import { holderNumber, isCached, references } from "./words.js";
 import { css } from "./theme.js";
 import { clamp } from "./view.js";
 

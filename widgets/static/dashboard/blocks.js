@@ -1,13 +1,15 @@
 // The KV block map shows which request holds which block of an engine core's cache.
 
 import { BlockColors, Layout, countBlocks, paintCell } from "./block_cells.js";
-import { element, legend, panel, setText } from "./dom.js";
+import { button, element, legend, panel, setAttribute, setText } from "./dom.js";
 import { count, integer } from "./format.js";
-import { REFERENCES, holderNumber, isCached, references } from "./store.js";
+import { REFERENCES, holderNumber, isCached, references } from "./words.js";
+import { Occupancy } from "./occupancy.js";
 import { Surface } from "./surface.js";
 import { clamp } from "./view.js";
 
 const ASK_MS = 90;
+const LEAST_SHOWN = 64;
 
 export class BlockMap {
   constructor(app) {
@@ -16,6 +18,9 @@ export class BlockMap {
     this.painted = null; // the rank that is painted
     this.at = null; // the block under the pointer or the keyboard's cursor
     this.place = [0, 0];
+    this.isWhole = false; // every block is shown, not only the part of the cache that is in use
+    this.blocks = new Uint32Array(0); // those that are shown: of now, or of an earlier moment
+    this.shownTime = null; // that moment
     this.askTimer = 0;
     this.surface = new Surface(
       {
@@ -26,17 +31,32 @@ export class BlockMap {
       },
       () => app.loop.invalidate(this),
     );
+    this.surface.stage.classList.add("nbe-map");
     this.mark = element("div", { class: "nbe-cell-mark" });
     this.mark.hidden = true;
     this.surface.stage.append(this.mark);
     this.counts = element("span", { class: "nbe-now" });
-    const { node, body } = panel("blocks", "KV blocks", this.counts);
+    this.live = element("span", { class: "nbe-live" }, "live");
+    this.live.hidden = true;
+    const { node, body } = panel("blocks", "KV blocks", this.live, this.counts);
+    this.occupancy = new Occupancy(app);
+    this.wholeButton = button("Show every block", "Every block", () => this.toggle());
     this.scale = element("span", { class: "nbe-muted" });
     const marks = legend(["held", "held, by request"], ["shared", "shared"], ["cached", "cached, free"], ["free", "free"]);
-    marks.append(this.scale);
-    body.append(marks, this.surface.stage);
+    marks.append(this.scale, this.wholeButton);
+    body.append(...this.occupancy.nodes, marks, this.surface.stage);
     this.node = node;
     this.listen();
+  }
+
+  toggle() {
+    this.isWhole = !this.isWhole;
+    this.painted = null;
+    this.app.loop.invalidate(this);
+  }
+
+  drawCross() {
+    this.occupancy.drawCross();
   }
 
   listen() {
@@ -53,7 +73,7 @@ export class BlockMap {
   // Find the block that represents a cell: the first one in use.
   firstHeld(cell) {
     const [from, to] = this.layout.blocksOf(cell);
-    const { blocks } = this.app.view.current;
+    const { blocks } = this;
     for (let block = from; block < to; block += 1) if (references(blocks[block])) return block;
     return from;
   }
@@ -113,11 +133,11 @@ export class BlockMap {
 
   // Ask the kernel for the block's contents, unless it was asked since the block last changed.
   ask() {
-    if (this.at === null || this.askTimer || this.isAsked()) return;
+    if (this.at === null || this.askTimer || this.shownTime !== null || this.isAsked()) return;
     this.askTimer = setTimeout(() => {
       this.askTimer = 0;
       const { link, view } = this.app;
-      if (!this.isAsked()) link.askBlock(view.rank, this.at, view.current.blocks[this.at]);
+      if (this.shownTime === null && !this.isAsked()) link.askBlock(view.rank, this.at, view.current.blocks[this.at]);
     }, ASK_MS);
   }
 
@@ -133,7 +153,7 @@ export class BlockMap {
 
   lines() {
     const { view, link } = this.app;
-    const { blocks } = view.current;
+    const { blocks } = this;
     const word = blocks[this.at];
     const lines = [];
     const cell = Math.floor(this.at / this.layout.perCell);
@@ -144,10 +164,11 @@ export class BlockMap {
       lines.push(`${integer(held)} held (${integer(shared)} shared), ${integer(cached)} cached, ${integer(free)} free`);
     }
     lines.push(`block ${integer(this.at)}: ${this.describe(word)}`);
-    const answer = link.linesOf(view.rank, this.at, word);
+    const answer = this.shownTime === null ? link.linesOf(view.rank, this.at, word) : null;
+    // The kernel's answer begins with what is known here, and names the holders.
+    if (answer) return [...lines.slice(0, -1), ...answer];
     const holder = this.holderText(word);
-    if (holder) lines.push(holder);
-    return answer ? [...lines, ...answer] : lines;
+    return holder ? [...lines, holder] : lines;
   }
 
   describe(word) {
@@ -174,43 +195,76 @@ export class BlockMap {
   draw() {
     const rank = this.app.view.current;
     const hasChanged = this.surface.fit();
-    if (!rank || !this.surface.width) return;
-    const { blocks } = rank;
+    if (!rank) return;
+    this.occupancy.draw(this.take(rank));
+    if (!this.surface.width) return;
     this.ask();
     this.colors ??= new BlockColors(this.app.theme);
-    const isNew = hasChanged || this.painted !== rank || this.layout?.numBlocks !== blocks.length;
-    if (isNew || rank.areAllBlocksChanged) {
-      if (isNew) this.surface.need(Layout.wantedHeight(blocks.length, this.surface.width));
-      if (isNew) this.layout = new Layout(blocks.length, this.surface.width, this.surface.height);
+    const { blocks } = this;
+    const shown = this.isWhole ? blocks.length : inUse(blocks);
+    const isNew = hasChanged || this.painted !== rank || this.layout?.numBlocks !== shown;
+    if (isNew || rank.areAllBlocksChanged || this.isMoved) {
+      if (isNew) this.surface.need(Layout.wantedHeight(shown, this.surface.width));
+      if (isNew) this.layout = new Layout(shown, this.surface.width, this.surface.height);
       this.surface.clear();
       for (let cell = 0; cell < this.layout.numCells; cell += 1) this.paint(cell, blocks);
     } else {
-      const cells = new Set(rank.changedBlocks.map((block) => Math.floor(block / this.layout.perCell)));
-      if (!cells.size) return;
+      const changed = rank.changedBlocks.filter((block) => block < shown);
+      const cells = new Set(changed.map((block) => Math.floor(block / this.layout.perCell)));
       for (const cell of cells) this.paint(cell, blocks);
     }
-    rank.areAllBlocksChanged = false;
-    rank.changedBlocks = [];
+    if (this.shownTime === null) {
+      rank.areAllBlocksChanged = false;
+      rank.changedBlocks = [];
+    }
     this.painted = rank;
-    if (this.at !== null && this.at >= blocks.length) this.goTo(null);
+    if (this.at !== null && this.at >= shown) this.goTo(null);
     this.tell();
-    this.drawCounts(rank);
+    this.drawCounts(blocks, shown);
+  }
+
+  // Take the blocks of the moment that is shown, or those of now, which is said, where the moment is not known.
+  take(rank) {
+    const { time } = this.app.view;
+    const past = time === null ? null : rank.past.blocksAt(time, rank.blocks);
+    this.isMoved = this.shownTime !== (past ? time : null);
+    this.shownTime = past ? time : null;
+    this.blocks = past ?? rank.blocks;
+    this.live.hidden = time === null || past !== null;
+    return this.blocks;
   }
 
   paint(cell, blocks) {
     paintCell(this.surface.context, this.layout, cell, blocks, this.colors, this.app.theme.font);
   }
 
-  drawCounts(rank) {
-    const { held, shared, cached, free } = countBlocks(rank.blocks);
+  drawCounts(blocks, shown) {
+    const { held, shared, cached, free } = countBlocks(blocks);
     const parts = [`${integer(held)} held`, `${integer(shared)} shared`, `${integer(cached)} cached`, `${integer(free)} free`];
-    setText(this.counts, rank.blocks.length ? parts.join(" · ") : "no blocks");
+    setText(this.counts, blocks.length ? parts.join(" · ") : "no blocks");
     const { perCell } = this.layout;
-    setText(this.scale, perCell > 1 ? `a cell: ${integer(perCell)} blocks` : "");
+    const part = shown < blocks.length ? [`blocks 0 to ${integer(shown - 1)} of ${integer(blocks.length)}`] : [];
+    setText(this.scale, [...part, ...(perCell > 1 ? [`a cell: ${integer(perCell)} blocks`] : [])].join(" · "));
+    this.wholeButton.hidden = inUse(blocks) === blocks.length;
+    setText(this.wholeButton, this.isWhole ? "In use" : "Every block");
+    const label = this.isWhole ? "Show the part of the cache that is in use" : "Show every block";
+    setAttribute(this.wholeButton, "aria-label", label);
+    setAttribute(this.wholeButton, "title", label);
   }
 
   destroy() {
     this.stopAsking();
+    this.occupancy.destroy();
     this.surface.destroy();
   }
+}
+
+// Return how many blocks, from the first on, have all that are held or cached, in steps in which the map does not change
+// its scale all the time; all blocks where that is most of them.
+function inUse(blocks) {
+  let last = blocks.length - 1;
+  while (last >= 0 && !references(blocks[last]) && !isCached(blocks[last])) last -= 1;
+  let shown = LEAST_SHOWN;
+  while (shown < last + 1) shown *= 2;
+  return shown * 1.5 >= blocks.length ? blocks.length : shown;
 }

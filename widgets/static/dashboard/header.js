@@ -1,20 +1,131 @@
-// The header: the engine's names, its state and its rates.
+// The header: the engine's names, its state, and its figures with their course.
 
 import { button, element, setAttribute, setText } from "./dom.js";
 import { NOTHING, bytes, clock, duration, integer, perSecond, share } from "./format.js";
+import { Surface } from "./surface.js";
 
 // The names of the button that lets a suspended engine go on, by its state.
 const HELD = { asleep: "Wake", paused: "Resume" };
-
-const TILES = [
-  ["tokens in", "Prompt tokens computed in a second, without those found in the prefix cache"],
-  ["tokens out", "Tokens generated in a second"],
-  ["first token", "Median time to the first token, inside the engine"],
-  ["between tokens", "Median time between tokens, inside the engine"],
-  ["memory", "Memory of all workers together"],
-  ["KV blocks in use", "Share of the blocks that requests hold"],
-  ["prefix hits", "Share of the looked-up prompt tokens that were in the prefix cache, since the start"],
+const TREND_SECONDS = 300; // seconds of a tile's course
+const RANGES = [
+  ["now", "Steps, requests and blocks as they are"],
+  ["hour", "The last hour, which the engine's host has kept, also when nobody watched"],
+  ["day", "The last day, which the engine's host has kept, also when nobody watched"],
 ];
+
+const kvUse = (figures) => (figures.num_blocks ? figures.used_blocks / figures.num_blocks : null);
+
+// [label, title, value of the figures, its unit, the number whose course is drawn, the line below]
+const TILES = [
+  [
+    "tokens in",
+    "Prompt tokens computed in a second, without those found in the prefix cache",
+    (f) => perSecond(f.tokens_in_per_second),
+    () => "/s",
+    (f) => f.tokens_in_per_second,
+  ],
+  ["tokens out", "Tokens generated in a second", (f) => perSecond(f.tokens_out_per_second), () => "/s", (f) => f.tokens_out_per_second],
+  [
+    "first token",
+    "Median time to the first token, inside the engine, and its 95th and 99th percentile",
+    (f) => duration(f.time_to_first_token),
+    () => "",
+    (f) => f.time_to_first_token,
+    (f) => tail(f.first_token_p95, f.first_token_p99),
+  ],
+  [
+    "between tokens",
+    "Median time between tokens, inside the engine, and its 95th and 99th percentile",
+    (f) => duration(f.inter_token_latency),
+    () => "",
+    (f) => f.inter_token_latency,
+    (f) => tail(f.inter_token_p95, f.inter_token_p99),
+  ],
+  ["memory", "Memory of all workers together", (f) => bytes(f.memory_bytes), () => "", (f) => f.memory_bytes],
+  [
+    "KV blocks in use",
+    "Share of the blocks that requests hold",
+    (f) => share(f.used_blocks, f.num_blocks),
+    (f) => ` of ${integer(f.num_blocks)}`,
+    kvUse,
+  ],
+  [
+    "prefix hits",
+    "Share of the looked-up prompt tokens that were in the prefix cache, since the start",
+    (f) => share(f.hits, f.queries),
+    () => "",
+    (f) => (f.queries ? f.hits / f.queries : null),
+  ],
+];
+
+function tail(p95, p99) {
+  return p95 === null || p95 === undefined ? "" : `p95 ${duration(p95)} · p99 ${duration(p99)}`;
+}
+
+class Tile {
+  constructor(app, header, [label, title, value, unit, number, below]) {
+    Object.assign(this, { app, read: { value, unit, number, below } });
+    this.value = element("div", { class: "nbe-value" }, NOTHING);
+    this.below = element("div", { class: "nbe-tail" });
+    this.course = new Surface({ role: "presentation" }, () => app.loop.invalidate(header));
+    this.course.stage.classList.add("nbe-trend");
+    const name = element("div", { class: "nbe-label" }, label);
+    this.node = element("div", { class: "nbe-tile", role: "listitem", title }, name, this.value, this.below, this.course.stage);
+  }
+
+  draw(figures, time) {
+    const { value, unit, below } = this.read;
+    this.set(value(figures), unit(figures));
+    setText(this.below, below ? below(figures) : "");
+    this.drawCourse(time);
+  }
+
+  set(value, unit) {
+    const node = this.value;
+    if (node.dataset.value === value + unit) return;
+    node.dataset.value = value + unit;
+    node.replaceChildren(value);
+    if (unit && value !== NOTHING) node.append(element("small", {}, unit));
+  }
+
+  // Draw the last minutes up to a time, from what was published.
+  drawCourse(time) {
+    this.course.fit();
+    const context = this.course.clear();
+    const { width, height } = this.course;
+    const { samples } = this.app.store;
+    const { ring } = samples;
+    if (!width || ring.end === ring.begin || time === null) return;
+    const first = Math.max(ring.begin, ring.search("time", time - TREND_SECONDS));
+    const last = samples.before(time);
+    if (last === null || last <= first) return;
+    const values = [];
+    for (let id = first; id <= last; id += 1) values.push(this.numberAt(ring, ring.slot(id)));
+    const most = Math.max(...values.filter(Number.isFinite), 1e-12);
+    const begin = Math.max(time - TREND_SECONDS, ring.time[ring.slot(first)]);
+    context.strokeStyle = this.app.theme.accent;
+    context.lineWidth = 1.2;
+    context.beginPath();
+    let isDrawn = false;
+    values.forEach((value, index) => {
+      if (!Number.isFinite(value)) {
+        isDrawn = false;
+        return;
+      }
+      const x = ((ring.time[ring.slot(first + index)] - begin) / Math.max(1e-9, time - begin)) * (width - 2) + 1;
+      const y = height - 1.5 - (value / most) * (height - 3);
+      if (isDrawn) context.lineTo(x, y);
+      else context.moveTo(x, y);
+      isDrawn = true;
+    });
+    context.stroke();
+  }
+
+  numberAt(ring, slot) {
+    const figures = new Proxy(ring, { get: (columns, name) => columns[name][slot] });
+    return this.read.number(figures) ?? NaN;
+  }
+}
 
 export class Header {
   constructor(app) {
@@ -26,42 +137,42 @@ export class Header {
     this.goOn = button("Let it go on", "", () => this.letGoOn());
     this.goOn.hidden = true;
     this.refusal = null; // the reason why the engine does not go on
+    this.moment = element("span", { class: "nbe-moment" });
+    this.ranges = new Map(RANGES.map(([name, title]) => [name, button(title, name, () => app.trends.choose(name))]));
+    const ranges = element("span", { class: "nbe-ranges", role: "group", "aria-label": "Time that is shown" }, ...this.ranges.values());
     this.banner = element("div", { class: "nbe-banner", role: "note" });
-    this.values = new Map();
-    const tiles = TILES.map(([label, title]) => {
-      const value = element("div", { class: "nbe-value" }, NOTHING);
-      this.values.set(label, value);
-      const name = element("div", { class: "nbe-label" }, label);
-      return element("div", { class: "nbe-tile", role: "listitem", title }, name, value);
-    });
+    this.tiles = TILES.map((tile) => new Tile(app, this, tile));
     this.node = element(
       "header",
       { class: "nbe-header" },
-      element("div", { class: "nbe-title" }, this.state, this.goOn, this.name, this.model, this.topology),
-      element("div", { class: "nbe-tiles", role: "list" }, ...tiles),
+      element("div", { class: "nbe-title" }, this.state, this.goOn, this.name, this.model, this.topology, this.moment, ranges),
+      element("div", { class: "nbe-tiles", role: "list" }, ...this.tiles.map((tile) => tile.node)),
       this.banner,
     );
   }
 
   draw() {
-    const { engine, rates } = this.app.store;
-    const infos = [...this.app.store.ranks.values()].map((rank) => rank.info);
-    const total = (field) => infos.reduce((sum, info) => sum + info[field], 0);
+    const { store, view } = this.app;
+    const { engine } = store;
     setText(this.state, engine ? engine.state : "…");
     setAttribute(this.state, "data-state", engine ? engine.state : "unknown");
     setText(this.name, engine?.name ?? "");
     setText(this.model, engine?.model ?? "");
     setText(this.topology, engine ? [engine.topology, engine.device, engine.dtype].filter(Boolean).join(" · ") : "");
     this.drawGoOn(engine);
-    const blocks = total("num_blocks");
-    this.set("tokens in", perSecond(rates?.tokens_in_per_second), "/s");
-    this.set("tokens out", perSecond(rates?.tokens_out_per_second), "/s");
-    this.set("first token", duration(rates?.time_to_first_token));
-    this.set("between tokens", duration(rates?.inter_token_latency));
-    this.set("memory", bytes(rates?.memory_bytes));
-    this.set("KV blocks in use", share(blocks - total("num_free_blocks"), blocks), ` of ${integer(blocks)}`);
-    this.set("prefix hits", share(total("prefix_cache_hits"), total("prefix_cache_queries")));
+    for (const [name, node] of this.ranges) setAttribute(node, "aria-pressed", this.app.trends.range === name);
+    const { time } = view;
+    const past = time === null ? null : store.samples.at(time);
+    for (const tile of this.tiles) tile.draw(past ?? store.figures, past ? time : store.time);
+    this.drawMoment(time, past);
     this.drawBanner(engine);
+  }
+
+  // Say which time the figures are of.
+  drawMoment(time, past) {
+    setText(this.moment, time === null ? "" : past ? `as of ${clock(time, 1)}` : "figures: live");
+    this.moment.classList.toggle("nbe-live", time !== null && !past);
+    this.moment.hidden = time === null;
   }
 
   drawGoOn(engine) {
@@ -81,26 +192,26 @@ export class Header {
     this.draw();
   }
 
-  set(label, value, unit = "") {
-    const node = this.values.get(label);
-    if (node.dataset.value === value + unit) return;
-    node.dataset.value = value + unit;
-    node.replaceChildren(value);
-    if (unit && value !== NOTHING) node.append(element("small", {}, unit));
-  }
-
   drawBanner(engine) {
     const { link, store } = this.app;
     const lines = [];
+    const hasEnded = engine?.state === "ended";
     if (link.state === "saved") {
       const saved = `saved state of ${new Date(store.time * 1000).toLocaleDateString()} ${clock(store.time, 0)}`;
       lines.push(`${saved}, ${link.isLate ? "no live engine" : "asking the kernel for more …"}`);
     } else if (link.state === "waiting") {
       lines.push(link.isLate ? "The kernel does not answer: nothing is known of the engine." : "waiting for the kernel …");
-    } else if (link.state === "silent") lines.push(`The kernel does not answer. This is the state at ${clock(store.time, 0)}.`);
+    } else if (link.state === "silent" && !hasEnded) {
+      lines.push(`The kernel does not answer. This is the state at ${clock(store.time, 0)}.`);
+    }
     if (engine?.note) lines.push(engine.note);
+    if (hasEnded && link.state !== "saved") lines.push("what was seen of it can be looked through and exported");
     if (this.refusal) lines.push(this.refusal);
     setText(this.banner, lines.join(" — "));
     this.banner.hidden = !lines.length;
+  }
+
+  destroy() {
+    for (const tile of this.tiles) tile.course.destroy();
   }
 }

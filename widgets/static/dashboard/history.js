@@ -173,6 +173,16 @@ export class History {
     return this.steps[column][this.steps.slot(ordinal)];
   }
 
+  // Return the time at which a step was done; one that has no outcome yet lasts until the next one, as far as is known.
+  // The next step may be planned before that: where steps overlap, each reaches to the beginning of the next.
+  until(ordinal) {
+    const start = this.at("time", ordinal);
+    const next = ordinal + 1 < this.end ? this.at("time", ordinal + 1) : Infinity;
+    const seconds = this.at("seconds", ordinal);
+    const done = Number.isFinite(seconds) ? start + seconds : Number.isFinite(next) ? next : start;
+    return Math.max(start, Math.min(done, next));
+  }
+
   // Call `visit(slot)` for each segment that has a part in [from, to), in the order in which they began.
   visitSegments(from, to, visit) {
     const { segments } = this;

@@ -10,6 +10,7 @@ import { Store } from "./store.js";
 import { Loop } from "./surface.js";
 import { Theme } from "./theme.js";
 import { Timeline } from "./timeline.js";
+import { Trends } from "./trends.js";
 import { View, clamp } from "./view.js";
 import { Waves } from "./waves.js";
 
@@ -28,13 +29,16 @@ class Dashboard {
     this.loop = new Loop(this.root, (isVisible) => this.visibilityChanged(isVisible));
     this.view = new View(model, this.store, () => this.viewChanged());
     this.link = new Link(model, this.store, (what) => this.changed(what));
+    this.cross = null; // the time at the crosshair that goes through all panels
+    this.trends = new Trends(this);
     this.header = new Header(this);
     this.scheduler = new Scheduler(this);
     this.blocks = new BlockMap(this);
     this.timeline = new Timeline(this);
     this.waves = new Waves(this);
     this.requests = new Requests(this);
-    this.parts = [this.header, this.scheduler, this.blocks, this.timeline, this.waves, this.requests];
+    this.panels = [this.trends, this.scheduler, this.blocks, this.timeline, this.waves, this.requests];
+    this.parts = [this.header, ...this.panels];
     this.theme = new Theme(this.root, () => this.repaint());
     this.build();
     this.observer = new ResizeObserver(() => this.loop.invalidate(...this.parts));
@@ -64,8 +68,7 @@ class Dashboard {
     this.handle.addEventListener("pointerdown", (event) => this.dragHandle(event));
     this.handle.addEventListener("dblclick", () => this.setHeight(0, true));
     this.handle.addEventListener("keydown", (event) => this.handleKey(event));
-    const panels = [this.scheduler, this.blocks, this.timeline, this.waves, this.requests].map((part) => part.node);
-    const body = element("div", { class: "nbe-body" }, ...panels);
+    const body = element("div", { class: "nbe-body" }, ...this.panels.map((part) => part.node));
     this.root.append(this.header.node, body, this.handle, this.announcer.node);
   }
 
@@ -79,13 +82,21 @@ class Dashboard {
       return;
     }
     this.view.follow(what === "reset");
+    setAttribute(this.root, "data-ended", this.store.engine?.state === "ended");
     this.theme.refresh();
     this.fillRanks();
     this.loop.invalidate(...this.parts);
   }
 
   viewChanged() {
-    this.loop.invalidate(this.scheduler, this.blocks, this.timeline, this.waves);
+    this.loop.invalidate(...this.parts);
+  }
+
+  // Put the crosshair of all panels at a time, or take it away; lines lie above the canvases, which are not painted again.
+  setCross(time) {
+    if (time === this.cross) return;
+    this.cross = time;
+    for (const part of this.panels) part.drawCross?.();
   }
 
   repaint() {
@@ -95,7 +106,9 @@ class Dashboard {
 
   visibilityChanged(isVisible) {
     this.link.setVisible(isVisible);
-    if (isVisible) this.theme.refresh();
+    if (!isVisible) return;
+    this.theme.refresh();
+    this.trends.seen();
   }
 
   fillRanks() {
@@ -170,7 +183,7 @@ class Dashboard {
     this.observer.disconnect();
     this.model.off("change:height", this.heightChanged);
     for (const part of [this.loop, this.link, this.theme, this.view, this.tooltip, this.announcer]) part.destroy();
-    for (const part of [this.scheduler, this.blocks, this.timeline, this.waves, this.requests]) part.destroy();
+    for (const part of this.parts) part.destroy();
     this.root.remove();
   }
 }

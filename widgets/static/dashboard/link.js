@@ -81,16 +81,14 @@ export class Link {
 
   setVisible(isVisible) {
     this.isVisible = isVisible;
-    if (isVisible) {
-      this.heardAt = performance.now();
-      this.send({ kind: "alive" });
-    }
+    if (isVisible) this.heardAt = performance.now();
+    this.send({ kind: "alive", visible: isVisible });
   }
 
+  // Out of sight the kernel is told, too, that there is a script, which misses nothing of what happens meanwhile.
   tick() {
-    if (!this.isVisible) return;
-    this.send({ kind: "alive" });
-    if (this.state === "live" && performance.now() - this.heardAt > SILENT_MS) this.miss();
+    this.send({ kind: "alive", visible: this.isVisible });
+    if (this.isVisible && this.state === "live" && performance.now() - this.heardAt > SILENT_MS) this.miss();
   }
 
   message(content, buffers) {
@@ -99,12 +97,19 @@ export class Link {
     else if (content.kind === "block") this.blockAnswer(content);
     else if (content.kind === "export") this.file(content);
     else if (content.kind === "goes_on") this.wentOn?.(content.error);
+    else if (content.kind === "history") this.historyAnswered?.(content);
   }
 
   // Wake the engine or lift its pause; `answered(error)` is called with the answer. False if the kernel cannot be asked.
   goOn(answered) {
     this.wentOn = answered;
     return this.send({ kind: "go_on" });
+  }
+
+  // Ask for what the engine's host has kept of the last time. False if the kernel cannot be asked.
+  askHistory(last, answered) {
+    this.historyAnswered = answered;
+    return this.send({ kind: "history", last });
   }
 
   frame(content, buffers) {

@@ -5,7 +5,8 @@ import { element, panel, setAttribute, setText } from "./dom.js";
 import { count, duration, integer } from "./format.js";
 import { REQUESTS } from "./palette.js";
 
-const COLUMNS = ["request", "rank", "state", "prompt", "output", "time", "text", ""];
+const COLUMNS = ["request", "rank", "state", "prompt", "output", "time", "newest output", ""];
+const CLASSES = ["request", "rank", "state", "prompt", "output", "time", "text", "action"];
 
 // A bar with up to two parts, and the numbers over it.
 class Bar {
@@ -64,27 +65,40 @@ class Row {
       ...cells.map(([name, ...parts]) => element("td", { class: `nbe-cell-${name}` }, ...parts)),
     );
     this.swatch.style.background = REQUESTS[request.number % REQUESTS.length];
+    this.isGone = false;
+  }
+
+  // The request has left the table, and its row stays where it is until the pointer has left.
+  leave(table) {
+    if (this.isGone) return;
+    this.isGone = true;
+    table.keepFocus(this.abort);
+    this.abort.hidden = true;
+    setAttribute(this.node, "data-finished", true);
+    setText(this.status, "gone");
   }
 
   // A row that is not in sight is not touched as long as only its numbers change.
   update(request, table) {
     const before = this.request;
     this.request = request;
-    const isSame = before?.state === request.state && before.own === request.own && this.wasLive === table.isLive;
+    const isSame = !this.isGone && before?.state === request.state && before.own === request.own && this.wasLive === table.isLive;
     if (isSame && !this.isSeen && !table.aborts.status(request)) return;
     this.wasLive = table.isLive;
+    this.isGone = false;
     const isFinished = request.state === "finished";
     setText(this.number, `#${request.number}`);
-    setText(this.name, request.id);
+    setText(this.name, request.preview || request.id);
     setText(this.rank, String(request.rank));
-    setAttribute(this.name, "title", request.id);
+    setAttribute(this.name, "title", request.preview ? `${request.id}: ${request.preview}` : request.id);
     const state = isFinished ? (request.finish_reason ?? "finished") : request.state;
     setText(this.state, state);
     setAttribute(this.state, "data-state", request.state);
+    setAttribute(this.state, "data-phase", phaseOf(request));
     this.updateBars(request);
     this.updateTime(request, table.time);
-    setText(this.text, request.preview ?? "");
-    setAttribute(this.text, "title", request.preview ?? "");
+    setText(this.text, request.text || "–");
+    setAttribute(this.text, "title", request.text ?? "");
     this.updateAction(request, table, isFinished);
     setAttribute(this.node, "data-own", request.own);
     setAttribute(this.node, "data-finished", isFinished);
@@ -120,6 +134,13 @@ class Row {
   }
 }
 
+// Return what steps compute of a request: its prompt, what it has lost in a preemption, or its answer.
+function phaseOf({ state, num_prompt_tokens: prompt, num_computed_tokens: computed, num_output_tokens: output }) {
+  if (state !== "running") return state;
+  if (computed < prompt) return output ? "recompute" : "prefill";
+  return "decode";
+}
+
 export class Requests {
   constructor(app) {
     this.app = app;
@@ -127,7 +148,7 @@ export class Requests {
     this.rows = new Map();
     this.now = element("span", { class: "nbe-now" });
     this.body = element("tbody", {});
-    const heads = COLUMNS.map((name) => element("th", { scope: "col", class: `nbe-cell-${name || "action"}` }, name));
+    const heads = COLUMNS.map((name, at) => element("th", { scope: "col", class: `nbe-cell-${CLASSES[at]}` }, name));
     this.table = element(
       "table",
       { class: "nbe-table", "aria-label": "Requests" },
@@ -136,7 +157,13 @@ export class Requests {
     );
     this.empty = element("p", { class: "nbe-muted nbe-empty" }, "no requests yet");
     this.scroller = element("div", { class: "nbe-scroller", tabindex: "0", role: "region", "aria-label": "Requests" }, this.table);
-    const { node, body } = panel("requests", "Requests", this.now);
+    this.live = element("span", { class: "nbe-live" }, "live");
+    this.live.hidden = true;
+    // While the pointer is on a row, or something is pressed, no row moves: a click is for the row that it was meant for.
+    this.isHeld = false;
+    this.body.addEventListener("pointerenter", () => (this.isHeld = true));
+    this.body.addEventListener("pointerleave", () => this.release());
+    const { node, body } = panel("requests", "Requests", this.live, this.now);
     body.append(this.scroller, this.empty);
     this.node = node;
     this.byNode = new WeakMap();
@@ -158,36 +185,53 @@ export class Requests {
     this.observer.observe(row.node);
   }
 
+  release() {
+    this.isHeld = false;
+    this.app.loop.invalidate(this);
+  }
+
   get isLive() {
+    if (this.isPast || this.app.store.engine?.state === "ended") return false;
     return this.app.link.state === "live" || this.app.link.state === "silent";
   }
 
   draw() {
-    const { requests, time } = this.app.store;
-    this.time = time ?? 0;
-    this.aborts.keepOnly(requests);
-    this.table.classList.toggle("nbe-has-ranks", this.app.store.ranks.size > 1);
-    const wanted = new Set();
+    const { store, view } = this.app;
+    const past = view.time === null ? null : store.tableAt(view.time);
+    const requests = past ?? store.requests;
+    this.isPast = past !== null;
+    this.live.hidden = view.time === null || this.isPast;
+    this.time = (past ? view.time : store.time) ?? 0;
+    this.aborts.keepOnly(store.requests);
+    this.table.classList.toggle("nbe-has-ranks", store.ranks.size > 1);
+    const wanted = new Set(requests.map((request) => this.aborts.key(request)));
+    if (!this.isHeld) this.removeAllBut(wanted);
     let before = null;
     for (const request of requests) {
       const key = this.aborts.key(request);
-      wanted.add(key);
-      if (!this.rows.has(key)) this.add(request);
+      const isNew = !this.rows.has(key);
+      if (isNew) this.add(request);
       const row = this.rows.get(key);
       row.update(request, this);
-      this.put(row.node, before);
+      if (!this.isHeld) this.put(row.node, before);
+      else if (isNew) this.body.append(row.node);
       before = row.node;
     }
+    if (this.isHeld) for (const [key, row] of this.rows) if (!wanted.has(key)) row.leave(this);
+    this.empty.hidden = requests.length > 0;
+    setText(this.empty, this.isPast ? "no requests at this time" : "no requests yet");
+    const counted = (state) => requests.filter((request) => request.state === state).length;
+    setText(this.now, ["running", "waiting", "preempted"].map((state) => `${integer(counted(state))} ${state}`).join(" · "));
+  }
+
+  removeAllBut(wanted) {
     for (const [key, row] of this.rows) {
-      if (wanted.has(key)) continue;
+      if (wanted.has(key) && !row.isGone) continue;
       this.keepFocus(row.node);
       this.observer.unobserve(row.node);
       row.node.remove();
       this.rows.delete(key);
     }
-    this.empty.hidden = requests.length > 0;
-    const counted = (state) => requests.filter((request) => request.state === state).length;
-    setText(this.now, ["running", "waiting", "preempted"].map((state) => `${integer(counted(state))} ${state}`).join(" · "));
   }
 
   // Put a row behind another one. Where the row that is there belongs further down, that is the one that moves.

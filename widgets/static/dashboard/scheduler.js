@@ -4,21 +4,25 @@ import { legend, panel } from "./dom.js";
 import { clock, count, duration, integer, niceStep } from "./format.js";
 import { ROLES } from "./palette.js";
 import { Surface } from "./surface.js";
+import { Pointer } from "./pointer.js";
 import { clamp } from "./view.js";
 
 const LEFT = 40;
 const TOP = 8;
 
 // Find for each column of pixels the step with the greatest `read`; -1 where there is no step.
-function foremost(history, from, to, columns, read) {
+function foremost(view, columns, read) {
+  const [from, to] = view.window;
   const where = new Int32Array(columns).fill(-1);
   const most = new Float64Array(columns);
   const scale = columns / (to - from);
-  const begin = Math.max(history.begin, Math.floor(from));
-  for (let ordinal = begin; ordinal < Math.min(history.end, to); ordinal += 1) {
+  const [begin, end] = view.range;
+  for (let ordinal = begin; ordinal < end; ordinal += 1) {
     const value = read(ordinal);
-    const first = clamp(Math.floor((ordinal - from) * scale), 0, columns - 1);
-    const last = clamp(Math.ceil((ordinal + 1 - from) * scale) - 1, first, columns - 1);
+    const until = view.endOf(ordinal);
+    if (until < from) continue;
+    const first = clamp(Math.floor((view.placeOf(ordinal) - from) * scale), 0, columns - 1);
+    const last = clamp(Math.ceil((until - from) * scale) - 1, first, columns - 1);
     for (let x = first; x <= last; x += 1) {
       if (where[x] >= 0 && value <= most[x]) continue;
       where[x] = ordinal;
@@ -29,11 +33,11 @@ function foremost(history, from, to, columns, read) {
 }
 
 // Return the columns' values; -1 where there is no step.
-function envelope(history, from, to, columns, column) {
-  const { steps } = history;
+function envelope(view, columns, column) {
+  const { steps } = view.history;
   const cells = steps[column];
   const read = (ordinal) => cells[steps.slot(ordinal)];
-  return Array.from(foremost(history, from, to, columns, read), (ordinal) => (ordinal < 0 ? -1 : read(ordinal)));
+  return Array.from(foremost(view, columns, read), (ordinal) => (ordinal < 0 ? -1 : read(ordinal)));
 }
 
 // Call `draw(x, width)` for each stretch of columns with the same value that is known.
@@ -50,24 +54,24 @@ class Chart {
   constructor(app, label, resized) {
     this.app = app;
     this.surface = new Surface({ role: "img", "aria-label": label }, resized);
-    const { canvas } = this.surface;
-    canvas.addEventListener("pointermove", (event) => this.hover(event));
-    canvas.addEventListener("pointerleave", () => app.tooltip.hide(this));
+    this.pointer = new Pointer(app, this.surface, (x) => this.pointed(x));
   }
 
-  ordinalAt(x) {
-    const [from, to] = this.app.view.window;
-    return Math.floor(from + ((x - LEFT) / Math.max(1, this.surface.width - LEFT - 2)) * (to - from));
+  pointed(x) {
+    const { view } = this.app;
+    if (!view.history || x < LEFT) return { time: null, lines: null };
+    const [from, to] = view.window;
+    const place = from + ((x - LEFT) / this.columns()) * (to - from);
+    const ordinal = view.ordinalAt(place);
+    const isKnown = place >= view.begin && place <= view.end;
+    return { time: isKnown ? view.timeAt(place) : null, lines: ordinal === null ? null : stepLines(view.history, ordinal) };
   }
 
-  hover(event) {
-    const { history } = this.app.view;
-    const ordinal = this.ordinalAt(this.surface.place(event)[0]);
-    if (!history || ordinal < history.begin || ordinal >= history.end) {
-      this.app.tooltip.hide(this);
-      return;
-    }
-    this.app.tooltip.show(this, event.clientX, event.clientY, stepLines(history, ordinal));
+  drawCross() {
+    const { view, cross } = this.app;
+    const place = cross === null || !view.history ? null : view.placeAt(cross);
+    const [from, to] = view.window;
+    this.surface.cross(place === null ? null : LEFT + ((place - from) / (to - from)) * this.columns(), LEFT);
   }
 
   // Draw grid lines with their values, up to `most`.
@@ -98,9 +102,12 @@ class Chart {
 
   drawCursor(context) {
     const { view, theme } = this.app;
+    this.drawCross();
+    this.pointer.tell();
     if (view.cursor === null) return;
     const [from, to] = view.window;
-    const x = LEFT + ((view.cursor + 0.5 - from) / (to - from)) * this.columns();
+    const middle = (view.placeOf(view.cursor) + view.endOf(view.cursor)) / 2;
+    const x = LEFT + ((middle - from) / (to - from)) * this.columns();
     if (x < LEFT || x > this.surface.width) return;
     context.fillStyle = theme.accent;
     context.fillRect(Math.round(x), 0, 1, this.surface.height);
@@ -111,10 +118,10 @@ class QueueChart extends Chart {
   draw() {
     this.surface.fit();
     const context = this.surface.clear();
-    const { history, window } = this.app.view;
-    if (!history || this.surface.width < LEFT + 20) return;
+    const { view } = this.app;
+    if (!view.history || this.surface.width < LEFT + 20) return;
     const columns = this.columns();
-    const read = (column) => envelope(history, ...window, columns, column);
+    const read = (column) => envelope(view, columns, column);
     const [running, waiting, preempted] = ["running", "waiting", "preempted"].map(read);
     const most = Math.max(4, ...running, ...waiting) * 1.05;
     this.axis(context, most);
@@ -155,11 +162,12 @@ class BudgetChart extends Chart {
   draw() {
     this.surface.fit();
     const context = this.surface.clear();
-    const { history, window, current } = this.app.view;
+    const { view } = this.app;
+    const { history, current } = view;
     if (!history || this.surface.width < LEFT + 20) return;
     const columns = this.columns();
     const total = (ordinal) => history.at("prefill", ordinal) + history.at("decode", ordinal);
-    const steps = foremost(history, ...window, columns, total);
+    const steps = foremost(view, columns, total);
     const budget = current.info.max_num_batched_tokens;
     const used = steps.reduce((most, ordinal) => (ordinal < 0 ? most : Math.max(most, total(ordinal))), 1);
     const isNear = used * 6 >= budget;
@@ -213,7 +221,7 @@ export function stepLines(history, ordinal) {
     `${duration(at("seconds"))} · ${count(at("prefill") + at("decode"), "token")}`,
     `${integer(at("prefill"))} prefill, ${integer(at("decode"))} decode`,
     `${integer(at("running"))} running, ${integer(at("waiting"))} waiting`,
-    `${count(at("free"), "free block")}, ${integer(at("cached"))} cached`,
+    `${count(at("free"), "free block")}, ${integer(at("cached"))} findable by prefix`,
   ];
   if (at("preempted")) lines.push(`${integer(at("preempted"))} preempted`);
   if (at("gap")) lines.push("steps before it were lost");
@@ -235,11 +243,27 @@ export class Scheduler {
     this.node = node;
   }
 
+  // Say how things stand: now, or after the last step before the moment that is shown.
+  words() {
+    const { view } = this.app;
+    const { time, history, current } = view;
+    if (!current) return "";
+    if (time !== null) {
+      const last = history.ordinalAt(time) - 1;
+      if (last < history.begin) return "";
+      return `${integer(history.at("running", last))} running · ${integer(history.at("waiting", last))} waiting`;
+    }
+    const { num_running: running, num_waiting: waiting, num_preemptions: preemptions } = current.info;
+    return `${integer(running)} running · ${integer(waiting)} waiting · ${count(preemptions, "preemption")}`;
+  }
+
+  drawCross() {
+    this.queue.drawCross();
+    this.budget.drawCross();
+  }
+
   draw() {
-    const info = this.app.view.current?.info;
-    const now = info
-      ? `${integer(info.num_running)} running · ${integer(info.num_waiting)} waiting · ${count(info.num_preemptions, "preemption")}`
-      : "";
+    const now = this.words();
     if (this.now.textContent !== now) this.now.textContent = now;
     this.queue.draw();
     this.budget.draw();

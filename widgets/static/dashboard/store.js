@@ -1,10 +1,10 @@
 // The state that a dashboard has built from the kernel's frames (the protocol is in widgets/dashboard/frames.py).
 
 import { History } from "./history.js";
+import { Past } from "./past.js";
 import { Ring } from "./ring.js";
-
-export const NUMBERS = 2 ** 19 - 1; // a block's word has its holder's number modulo this, or this if there is none
-export const REFERENCES = 4095;
+import { Samples, Uses } from "./samples.js";
+import { NUMBERS } from "./words.js";
 
 const SPANS = 8192;
 const SPAN_COLUMNS = {
@@ -36,22 +36,31 @@ export class Rank {
     this.changedBlocks = []; // since the map was painted
     this.areAllBlocksChanged = true;
     this.spans = new Ring(SPAN_COLUMNS, SPANS);
+    this.open = []; // spans of the last second, which may still change
     this.requests = new Map(); // by number; what changes is put into a new object
+    this.past = new Past();
+    this.uses = new Uses();
   }
 
-  take(info, buffers) {
+  // `time` is that of the frame.
+  take(info, buffers, time) {
     const { steps, requests, blocks, history_lost: isCut, ...rest } = info;
     this.info = rest;
     if (isCut) this.history.cut();
     for (const step of steps) this.history.take(step);
-    if (requests) this.takeRequests(requests);
-    if (blocks) this.takeBlocks(words(buffers[blocks.buffer]), blocks.full);
+    if (requests) this.takeRequests(requests, time);
+    this.past.requestsSince ??= time;
+    if (blocks) this.takeBlocks(words(buffers[blocks.buffer]), blocks.full, time);
+    if (this.blocks.length) this.uses.take(time, this.blocks);
   }
 
-  takeRequests({ gone, new: added, status, progress }) {
-    const { requests } = this;
+  takeRequests({ gone, new: added, status, progress, texts = [] }, time) {
+    const { requests, past } = this;
+    const isKnown = past.requestsSince !== null;
+    const whole = new Set([...gone, ...added.map((request) => request.number), ...status.map(([number]) => number)]);
+    if (isKnown) for (const number of whole) past.noteRequest(time, number, requests.get(number), true);
     for (const number of gone) requests.delete(number);
-    for (const request of added) requests.set(request.number, { ...request, rank: this.info.rank });
+    for (const request of added) requests.set(request.number, { text: "", ...request, rank: this.info.rank });
     for (const [number, ...values] of status) {
       const changes = Object.fromEntries(STATUS.map((name, at) => [name, values[at]]));
       requests.set(number, { ...requests.get(number), ...changes });
@@ -59,18 +68,24 @@ export class Rank {
     for (let at = 0; at < progress.length; at += 3) {
       const [number, computed, output] = progress.slice(at, at + 3);
       const before = requests.get(number);
+      if (isKnown && !whole.has(number)) past.noteRequest(time, number, before, false);
       requests.set(number, { ...before, num_computed_tokens: computed, num_output_tokens: output });
     }
+    for (const [number, text] of texts) requests.set(number, { ...requests.get(number), text });
   }
 
-  takeBlocks(buffer, isFull) {
+  takeBlocks(buffer, isFull, time) {
+    const { past } = this;
     if (isFull) {
+      if (past.blocksSince === null || buffer.length !== this.blocks.length) past.beginBlocks(time);
+      else buffer.forEach((word, block) => word !== this.blocks[block] && past.noteBlock(time, block, this.blocks[block]));
       this.areAllBlocksChanged = true;
       this.changedBlocks = [];
       this.blocks = buffer;
       return;
     }
     for (let at = 0; at + 1 < buffer.length; at += 2) {
+      past.noteBlock(time, buffer[at], this.blocks[buffer[at]]);
       this.blocks[buffer[at]] = buffer[at + 1];
       if (!this.areAllBlocksChanged) this.changedBlocks.push(buffer[at]);
     }
@@ -78,6 +93,24 @@ export class Rank {
       this.areAllBlocksChanged = true;
       this.changedBlocks = [];
     }
+  }
+
+  // Call `visit(span)` for each stretch of the engine core's time that reaches into [from, to], oldest first.
+  visitSpans(from, to, visit) {
+    const { spans } = this;
+    for (let id = spans.search("until", from); id < spans.end; id += 1) {
+      const slot = spans.slot(id);
+      if (spans.since[slot] > to) return;
+      visit(Object.fromEntries(Object.keys(SPAN_COLUMNS).map((name) => [name, spans[name][slot]])));
+    }
+    for (const span of this.open) if (span.until >= from && span.since <= to) visit(span);
+  }
+
+  // Find the stretch at a time.
+  spanAt(time) {
+    let found = null;
+    this.visitSpans(time, time, (span) => (found ??= span.since <= time ? span : null));
+    return found;
   }
 
   takeSpan({ start, end, running, steps, dummy_steps: dummySteps, wave, num_requests: requests }) {
@@ -123,6 +156,7 @@ export class Store {
     this.rates = null;
     this.ranks = new Map();
     this.requests = [];
+    this.samples ??= new Samples();
   }
 
   // Take in a frame; false if it does not follow the last one, so that a reset frame is needed.
@@ -140,29 +174,55 @@ export class Store {
     for (const info of frame.ranks) {
       present.add(info.rank);
       if (!this.ranks.has(info.rank)) this.ranks.set(info.rank, new Rank());
-      this.ranks.get(info.rank).take(info, buffers);
+      this.ranks.get(info.rank).take(info, buffers, frame.time);
     }
     for (const rank of this.ranks.keys()) if (!present.has(rank)) this.ranks.delete(rank);
     this.requests = this.table();
     this.takeWaves(frame.waves);
+    if (frame.engine.state !== "ended") this.samples.take(frame.time, this.figures);
     return true;
+  }
+
+  // Return the figures of now, of all engine cores together.
+  get figures() {
+    const infos = [...this.ranks.values()].map((rank) => rank.info);
+    const total = (field) => infos.reduce((sum, info) => sum + info[field], 0);
+    const blocks = total("num_blocks");
+    return {
+      ...this.rates,
+      num_blocks: blocks,
+      used_blocks: blocks - total("num_free_blocks"),
+      queries: total("prefix_cache_queries"),
+      hits: total("prefix_cache_hits"),
+    };
   }
 
   takeWaves(waves) {
     if (!waves) return;
     if (waves.reset) for (const rank of this.ranks.values()) rank.spans = new Ring(SPAN_COLUMNS, SPANS);
+    for (const rank of this.ranks.values()) rank.open = [];
+    for (const { start, end, rank, running, dummy_steps: dummySteps, num_requests: requests, ...rest } of waves.open ?? []) {
+      this.ranks.get(rank)?.open.push({ since: start, until: end, isRunning: Number(running), dummySteps, requests, ...rest });
+    }
     for (const span of waves.spans) this.ranks.get(span.rank)?.takeSpan(span);
   }
 
   // List all requests: the unfinished ones as they came, then the latest that have ended.
-  table() {
-    const rows = this.rankNumbers.flatMap((rank) => [...this.ranks.get(rank).requests.values()]);
+  table(requestsOf = (rank) => rank.requests) {
+    const rows = this.rankNumbers.flatMap((rank) => [...requestsOf(this.ranks.get(rank)).values()]);
     rows.sort((first, second) => first.rank - second.rank || first.number - second.number);
     const ended = rows.filter((request) => request.state === "finished");
     const unfinished = rows.filter((request) => request.state !== "finished");
     unfinished.sort((first, second) => first.added_at - second.added_at);
     ended.sort((first, second) => second.ended_at - first.ended_at);
     return [...unfinished, ...ended];
+  }
+
+  // List the requests at a time; null where they are not known.
+  tableAt(time) {
+    const past = new Map();
+    for (const rank of this.ranks.values()) past.set(rank, rank.past.requestsAt(time, rank.requests));
+    return [...past.values()].includes(null) ? null : this.table((rank) => past.get(rank));
   }
 
   get rankNumbers() {
@@ -178,20 +238,6 @@ export class Store {
     const named = this.requests.filter((request) => request.rank === rank && request.number % NUMBERS === number);
     return named.find((request) => request.state !== "finished") ?? named[0];
   }
-}
-
-export function references(word) {
-  return word & 0xfff;
-}
-
-export function isCached(word) {
-  return (word & 0x1000) !== 0;
-}
-
-// Return the number of the request that took the block last, modulo `NUMBERS`; null if none did.
-export function holderNumber(word) {
-  const number = word >>> 13;
-  return number === NUMBERS ? null : number;
 }
 
 // Read a saved frame, with its buffers.

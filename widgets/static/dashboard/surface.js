@@ -46,6 +46,18 @@ export class Surface {
     this.observer.disconnect();
   }
 
+  // Put the crosshair at a place between `left` and the right edge, or take it away.
+  cross(x, left = 0) {
+    const isIn = x !== null && x >= left && x <= this.width;
+    if (!this.line) {
+      if (!isIn) return;
+      this.line = element("div", { class: "nbe-crosshair", "aria-hidden": "true" });
+      this.stage.append(this.line);
+    }
+    this.line.hidden = !isIn;
+    if (isIn) this.line.style.transform = `translateX(${Math.round(x)}px)`;
+  }
+
   clear() {
     this.context.clearRect(0, 0, this.width, this.height);
     return this.context;

@@ -3,9 +3,11 @@
 import { button, element, legend, panel, setAttribute, setText } from "./dom.js";
 import { clock, count, integer } from "./format.js";
 import { FINISHED, PREEMPTED, RECOMPUTE } from "./history.js";
+import { AXIS } from "./axis.js";
+import { Pointer } from "./pointer.js";
 import { stepLines } from "./scheduler.js";
 import { Surface } from "./surface.js";
-import { AXIS, GUTTER, Painter, Rows } from "./timeline_rows.js";
+import { GUTTER, Painter, Rows } from "./timeline_rows.js";
 import { clamp } from "./view.js";
 
 const HELP = "Arrow keys move the cursor, page keys by a window, home and end to the ends, plus and minus zoom, space pauses.";
@@ -37,6 +39,7 @@ export class Timeline {
     });
     this.slider.addEventListener("input", () => this.slide());
     this.place = element("span", { class: "nbe-place" });
+    this.axisButton = button("Show time", "Time", () => app.view.measure(app.view.isTime ? "steps" : "time"));
     this.exportButton = button("Export as Chrome trace", "Export", () => this.export());
     const tools = element(
       "div",
@@ -44,6 +47,7 @@ export class Timeline {
       this.pauseButton,
       this.slider,
       this.place,
+      this.axisButton,
       button("Zoom out", "−", () => app.view.zoom(1 / 1.5)),
       button("Zoom in", "+", () => app.view.zoom(1.5)),
       button("Show all steps", "All", () => app.view.zoomToAll()),
@@ -65,10 +69,10 @@ export class Timeline {
   listen() {
     const { canvas } = this.surface;
     canvas.addEventListener("pointerdown", (event) => this.grab(event));
-    canvas.addEventListener("pointermove", (event) => this.move(event));
+    canvas.addEventListener("pointermove", (event) => this.drag(event));
+    this.pointer = new Pointer(this.app, this.surface, (x, y) => this.pointed(x, y));
     canvas.addEventListener("pointerup", () => (this.grabbed = null));
     canvas.addEventListener("pointercancel", () => (this.grabbed = null));
-    canvas.addEventListener("pointerleave", () => this.app.tooltip.hide(this));
     canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("blur", () => this.app.tooltip.hide(this));
@@ -85,7 +89,7 @@ export class Timeline {
     const { view } = this.app;
     const value = Number(this.slider.value);
     if (value >= (view.history?.end ?? 0)) view.goLive();
-    else view.moveTo(value);
+    else view.moveToStep(Math.max(value - 1, view.history.begin));
   }
 
   export() {
@@ -117,26 +121,33 @@ export class Timeline {
     this.surface.canvas.setPointerCapture(event.pointerId);
   }
 
-  move(event) {
+  drag(event) {
     const { view } = this.app;
     const held = this.grabbed;
-    if (held && (Math.abs(event.clientX - held.x) > 2 || Math.abs(event.clientY - held.y) > 2)) {
-      this.app.tooltip.hide(this);
-      this.rows.scroll(held.offset - (event.clientY - held.y));
-      view.moveTo(held.right - (event.clientX - held.x) / view.scale);
-      return;
-    }
-    const [x, y] = this.surface.place(event);
-    const ordinal = this.ordinalAt(x);
-    if (ordinal === null) this.app.tooltip.hide(this);
-    else this.app.tooltip.show(this, event.clientX, event.clientY, this.lines(ordinal, this.rows.at(y)));
+    if (!held || (Math.abs(event.clientX - held.x) <= 2 && Math.abs(event.clientY - held.y) <= 2)) return;
+    this.pointer.hush();
+    this.rows.scroll(held.offset - (event.clientY - held.y));
+    view.moveTo(held.right - (event.clientX - held.x) / view.scale);
   }
 
-  ordinalAt(x) {
+  pointed(x, y) {
     const { view } = this.app;
-    if (!view.history || x < GUTTER) return null;
-    const ordinal = Math.floor(view.window[0] + (x - GUTTER) / view.scale);
-    return ordinal >= view.history.begin && ordinal < view.history.end ? ordinal : null;
+    if (!view.history || x < GUTTER) return { time: null, lines: null };
+    const place = view.window[0] + (x - GUTTER) / view.scale;
+    const ordinal = view.ordinalAt(place);
+    const isKnown = place >= view.begin && place <= view.end;
+    return {
+      time: isKnown ? view.timeAt(place) : null,
+      lines: ordinal === null ? (isKnown ? this.idleLines(place) : null) : this.lines(ordinal, this.rows.at(y)),
+    };
+  }
+
+  // Say what is known of a time in which no step ran.
+  idleLines(time) {
+    const { history } = this.app.view;
+    const next = history.ordinalAt(time);
+    const isLost = next < history.end && history.at("gap", next);
+    return [clock(time), isLost ? "nothing is known: steps were lost" : "no step ran"];
   }
 
   // The wheel moves sideways through time and zooms with control; up and down belongs to the page unless the focus is here.
@@ -158,22 +169,24 @@ export class Timeline {
     const { view } = this.app;
     if (view.isLive && steps > 0) return;
     view.moveBy(steps);
-    if (view.right >= (view.history?.end ?? 0) && steps > 0) view.goLive();
+    if (view.right >= view.end && steps > 0) view.goLive();
   }
 
   key(event) {
     const { view } = this.app;
     const { history } = view;
     if (!history || event.altKey || event.ctrlKey || event.metaKey) return;
-    const at = view.cursor ?? Math.min(Math.ceil(view.window[1]), history.end);
+    const [first, last] = view.range;
+    const at = view.cursor ?? Math.min(last, history.end);
+    const page = Math.max(1, last - first);
     const far = event.shiftKey ? 10 : 1;
     const actions = {
       ArrowLeft: () => view.setCursor(at - far),
       ArrowRight: () => view.setCursor(at + far),
       ArrowUp: () => this.moveRow(-1),
       ArrowDown: () => this.moveRow(1),
-      PageUp: () => view.setCursor(at - Math.floor(view.span)),
-      PageDown: () => view.setCursor(at + Math.floor(view.span)),
+      PageUp: () => view.setCursor(at - page),
+      PageDown: () => view.setCursor(at + page),
       Home: () => view.setCursor(history.begin),
       End: () => view.goLive(),
       "+": () => view.zoom(1.5),
@@ -183,6 +196,7 @@ export class Timeline {
       Escape: () => this.forgetCursor(),
     };
     if (!Object.hasOwn(actions, event.key)) return;
+    this.pointer.hush();
     actions[event.key]();
     event.preventDefault();
     event.stopPropagation();
@@ -215,13 +229,20 @@ export class Timeline {
     const lines = this.lines(view.cursor, this.row ?? undefined);
     const row = this.rows.index.get(this.row);
     const y = row === undefined ? AXIS : this.rows.y(row) + this.rows.height;
-    tooltip.show(this, ...this.surface.inWindow(this.x(view.cursor + 0.5), y), lines);
+    const middle = (this.x(view.placeOf(view.cursor)) + this.x(view.endOf(view.cursor))) / 2;
+    tooltip.show(this, ...this.surface.inWindow(middle, y), lines);
     announcer.say(lines.join(", "));
   }
 
-  x(ordinal) {
+  x(place) {
     const { view } = this.app;
-    return GUTTER + (ordinal - view.window[0]) * view.scale;
+    return GUTTER + (place - view.window[0]) * view.scale;
+  }
+
+  drawCross() {
+    const { view, cross } = this.app;
+    const place = cross === null || !view.history ? null : view.placeAt(cross);
+    this.surface.cross(place === null ? null : this.x(place), GUTTER);
   }
 
   // Return the description of a step, and of a request's part in it.
@@ -255,20 +276,23 @@ export class Timeline {
     const { history } = view;
     this.drawTools(history);
     if (!history || width < GUTTER + 20) return;
-    const [from, to] = view.window;
-    this.rows.fill(history, Math.max(history.begin, Math.floor(from)), Math.ceil(to), height - AXIS);
-    // The height never shrinks: the parts below would move up and down while requests come and go.
-    this.wanted = Math.max(this.wanted, this.rows.wantedHeight);
+    this.rows.fill(history, ...view.range, height - AXIS);
+    // The height never shrinks: the parts below would move up and down while requests come and go. Nor does it grow while
+    // the pointer is on the table below: its rows would move away from the pointer.
+    if (!this.app.requests.isHeld) this.wanted = Math.max(this.wanted, this.rows.wantedHeight);
     this.surface.need(this.wanted);
     if (view.cursor !== null) {
       context.fillStyle = theme.accent;
       context.globalAlpha = 0.22;
-      context.fillRect(this.x(view.cursor), 0, Math.max(2, view.scale), height);
+      const left = this.x(view.placeOf(view.cursor));
+      context.fillRect(left, 0, Math.max(2, this.x(view.endOf(view.cursor)) - left), height);
       const row = this.rows.index.get(this.row);
       if (row !== undefined) context.fillRect(GUTTER, this.rows.y(row), width - GUTTER, this.rows.height);
       context.globalAlpha = 1;
     }
-    new Painter(context, history, this.rows, from, view.scale, this.surface, theme).paint();
+    new Painter(context, view, this.rows, this.surface, theme).paint();
+    this.drawCross();
+    this.pointer.tell();
     if (history.end === history.begin) {
       context.fillStyle = theme.muted;
       context.font = `12px ${theme.font}`;
@@ -284,14 +308,19 @@ export class Timeline {
     setAttribute(this.pauseButton, "aria-label", label);
     setAttribute(this.pauseButton, "title", label);
     setAttribute(this.node, "data-live", view.isLive);
+    const axis = view.isTime ? "Show steps, each as wide as the others" : "Show time";
+    setText(this.axisButton, view.isTime ? "Time" : "Steps");
+    setAttribute(this.axisButton, "aria-label", axis);
+    setAttribute(this.axisButton, "title", axis);
     const [begin, end] = history ? [history.begin, history.end] : [0, 1];
     setAttribute(this.slider, "min", begin);
     setAttribute(this.slider, "max", Math.max(end, begin + 1));
-    const value = String(Math.round(view.isLive ? Math.max(end, begin + 1) : view.right));
+    const shown = history && end > begin ? view.range[1] : 0;
+    const value = String(view.isLive ? Math.max(end, begin + 1) : shown);
     if (this.slider.value !== value) this.slider.value = value;
     let text = "";
     if (history && end > begin) {
-      const last = clamp(Math.ceil(view.window[1]) - 1, begin, end - 1);
+      const last = clamp(shown - 1, begin, end - 1);
       text = `step ${integer(history.at("step", last))} · ${clock(history.at("time", last), 1)}`;
     }
     setText(this.place, text);

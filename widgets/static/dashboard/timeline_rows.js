@@ -1,12 +1,11 @@
 // This module paints the timeline: each step is a column, each request a row.
 
-import { integer, niceStep } from "./format.js";
+import { AXIS, clockTicks, stepTicks } from "./axis.js";
 import { DECODE, PREEMPTED, PREFILL, RECOMPUTE } from "./history.js";
 import { REQUESTS, ROLES } from "./palette.js";
 import { clamp } from "./view.js";
 
 export const GUTTER = 56;
-export const AXIS = 20;
 const ROW_HEIGHTS = [4, 18];
 const STAGE_HEIGHTS = [128, 300]; // heights of the timeline, unless the user has chosen that of the whole
 
@@ -67,17 +66,42 @@ export class Rows {
 }
 
 export class Painter {
-  constructor(context, history, rows, from, scale, size, theme) {
-    Object.assign(this, { context, history, rows, from, scale, theme });
+  constructor(context, view, rows, size, theme) {
+    const { history } = view;
+    Object.assign(this, { context, view, history, rows, theme });
     this.width = size.width;
     this.height = size.height;
-    this.to = from + (size.width - GUTTER) / scale;
-    this.first = Math.max(history.begin, Math.floor(from));
-    this.end = Math.min(history.end, Math.ceil(this.to));
+    [this.first, this.end] = view.range;
+    this.from = view.window[0];
+    this.scale = view.scale;
+    this.measure();
+  }
+
+  // Find the places of all steps in sight once: a long window has ten thousand of them.
+  measure() {
+    const count = Math.max(0, this.end - this.first);
+    this.left = new Float64Array(count);
+    this.right = new Float64Array(count);
+    this.numBreaks = new Int32Array(count + 1); // before each step: how often nothing ran for longer than a pixel or two
+    for (let index = 0; index < count; index += 1) {
+      this.left[index] = this.place(this.view.placeOf(this.first + index));
+      this.right[index] = this.place(this.view.endOf(this.first + index));
+      const isBreak = index > 0 && this.left[index] - this.right[index - 1] > 2;
+      this.numBreaks[index + 1] = this.numBreaks[index] + Number(isBreak);
+    }
+    this.isNarrow = count > 0 && (this.right[count - 1] - this.left[0]) / count < 3;
+  }
+
+  place(at) {
+    return GUTTER + (at - this.from) * this.scale;
   }
 
   x(ordinal) {
-    return GUTTER + (ordinal - this.from) * this.scale;
+    return this.left[ordinal - this.first] ?? this.place(this.view.placeOf(ordinal));
+  }
+
+  xEnd(ordinal) {
+    return this.right[ordinal - this.first] ?? this.place(this.view.endOf(ordinal));
   }
 
   paint() {
@@ -130,7 +154,7 @@ export class Painter {
     for (const [request, [begin, end]] of ends) {
       const left = Math.max(GUTTER, this.x(begin));
       const middle = rows.y(rows.index.get(request)) + rows.height / 2;
-      context.fillRect(left, Math.round(middle), this.x(end + 1) - left, 1);
+      context.fillRect(left, Math.round(middle), Math.max(1, this.xEnd(Math.min(end, this.end - 1)) - left), 1);
     }
     context.globalAlpha = 1;
   }
@@ -141,7 +165,6 @@ export class Painter {
     const tall = Math.max(2, rows.height - (rows.height > 6 ? 3 : 1));
     const height = kind === DECODE ? Math.max(2, Math.round(tall * 0.55)) : tall;
     const inset = Math.floor((rows.height - height) / 2);
-    const isSplit = kind !== DECODE && this.scale >= 4;
     const painted = new Map();
     context.fillStyle = [ROLES.decode, ROLES.prefill, ROLES.recompute][kind];
     for (const slot of slots) {
@@ -150,19 +173,29 @@ export class Painter {
       if (y + height < AXIS || y > this.height) continue;
       const begin = Math.max(first[slot], this.first);
       const end = Math.min(last[slot] + 1, this.end);
-      if (isSplit) {
-        for (let ordinal = begin; ordinal < end; ordinal += 1) {
-          context.fillRect(this.x(ordinal), y, this.scale - 1, height);
+      for (let ordinal = begin; ordinal < end; ) {
+        const next = this.runEnd(ordinal, end, kind);
+        const left = this.isNarrow ? Math.round(this.x(ordinal)) : this.x(ordinal);
+        const right = Math.max(left + 1, this.isNarrow ? Math.round(this.xEnd(next - 1)) : this.xEnd(next - 1));
+        const isSplit = kind !== DECODE && right - left >= 4;
+        if (!(painted.get(number[slot]) >= right)) {
+          painted.set(number[slot], right);
+          context.fillRect(left, y, right - left - (isSplit ? 1 : 0), height);
         }
-        if (this.scale >= 26 && rows.height >= 13) this.tokens(slot, begin, end, y, height);
-        continue;
+        ordinal = next;
       }
-      const left = Math.round(this.x(begin));
-      const right = Math.max(left + 1, Math.round(this.x(end)));
-      if (painted.get(number[slot]) >= right) continue;
-      painted.set(number[slot], right);
-      context.fillRect(left, y, right - left, height);
+      if (kind !== DECODE && rows.height >= 13) this.tokens(slot, begin, end, y, height);
     }
+  }
+
+  // Return the step after the last one that is painted together with this one.
+  runEnd(ordinal, end, kind) {
+    const { numBreaks, first } = this;
+    if (!this.isNarrow && kind !== DECODE) return ordinal + 1;
+    if (numBreaks[end - first] === numBreaks[ordinal - first + 1]) return end;
+    let next = ordinal + 1;
+    while (next < end && numBreaks[next - first + 1] === numBreaks[ordinal - first + 1]) next += 1;
+    return next;
   }
 
   tokens(slot, begin, end, y, height) {
@@ -174,7 +207,8 @@ export class Painter {
     context.textBaseline = "middle";
     const text = String(this.history.segments.tokens[slot]);
     for (let ordinal = begin; ordinal < end; ordinal += 1) {
-      context.fillText(text, this.x(ordinal + 0.5) - 0.5, y + height / 2 + 0.5, this.scale - 3);
+      const width = this.xEnd(ordinal) - this.x(ordinal);
+      if (width >= 26) context.fillText(text, this.x(ordinal) + width / 2 - 0.5, y + height / 2 + 0.5, width - 3);
     }
     context.fillStyle = color;
   }
@@ -185,7 +219,7 @@ export class Painter {
     const { number, first, hit } = history.segments;
     context.fillStyle = ROLES.hit;
     const height = Math.max(2, rows.height - 1);
-    const width = clamp(this.scale * 0.6, 2, 6);
+    const width = this.view.isTime ? 4 : clamp(this.scale * 0.6, 2, 6);
     for (const slot of slots) {
       if (!(hit[slot] > 0) || first[slot] < this.first) continue;
       const y = rows.y(rows.index.get(number[slot]));
@@ -202,7 +236,7 @@ export class Painter {
     context.beginPath();
     history.visitEvents(this.first, this.end, (ordinal, number, kind) => {
       if (kind !== PREEMPTED) return;
-      const x = this.x(ordinal) + Math.min(this.scale / 2, half);
+      const x = this.x(ordinal) + (this.view.isTime ? 0 : Math.min(this.scale / 2, half));
       const y = rows.y(rows.index.get(number)) + rows.height / 2;
       if (half < 3) {
         context.moveTo(x, y - rows.height / 2);
@@ -218,7 +252,7 @@ export class Painter {
     context.lineWidth = 1;
   }
 
-  // Draw a dashed line where steps were lost.
+  // Draw a dashed line where steps were lost, and shade the time of which nothing is known.
   gaps() {
     const { context, history } = this;
     context.strokeStyle = this.theme.text;
@@ -226,6 +260,13 @@ export class Painter {
     for (let ordinal = this.first; ordinal < this.end; ordinal += 1) {
       if (!history.at("gap", ordinal)) continue;
       const x = Math.round(this.x(ordinal)) + 0.5;
+      if (this.view.isTime) {
+        const before = ordinal > this.history.begin ? this.xEnd(ordinal - 1) : GUTTER;
+        context.globalAlpha = 0.14;
+        context.fillStyle = this.theme.text;
+        context.fillRect(before, AXIS, x - before, this.height - AXIS);
+        context.globalAlpha = 1;
+      }
       context.beginPath();
       context.moveTo(x, AXIS);
       context.lineTo(x, this.height);
@@ -255,24 +296,9 @@ export class Painter {
   }
 
   ticks() {
-    const { context, history, theme } = this;
-    context.font = `11px ${theme.font}`;
-    context.textBaseline = "middle";
-    context.textAlign = "left";
-    const every = Math.max(1, niceStep(84 / this.scale));
-    let free = GUTTER;
-    for (let ordinal = this.first; ordinal < this.end; ordinal += 1) {
-      const step = history.at("step", ordinal);
-      const x = Math.round(this.x(ordinal));
-      if (step % every || x < free) continue;
-      const text = integer(step);
-      const end = x + 6 + context.measureText(text).width;
-      context.fillStyle = theme.line;
-      context.fillRect(x, 4, 1, this.height - 4);
-      if (end > this.width) continue;
-      context.fillStyle = theme.muted;
-      context.fillText(text, x + 4, AXIS / 2);
-      free = end + 8;
-    }
+    const { context, theme, view } = this;
+    const size = { width: this.width, height: this.height };
+    if (view.isTime) clockTicks(context, theme, size, view.window, (time) => this.place(time), GUTTER);
+    else stepTicks(context, theme, size, this.history, view.range, (ordinal) => this.x(ordinal), this.scale, GUTTER);
   }
 }

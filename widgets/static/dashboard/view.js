@@ -1,25 +1,33 @@
-// The view chooses the engine core and the steps that all panels with steps show; the widget keeps it.
+// The view chooses the engine core and the time that all panels show; the widget keeps it.
 
-const SCALES = [0.05, 40]; // the least and the most pixels of a step
+const STEP_SCALES = [0.05, 40]; // the least and the most pixels of a step
 const LIVE_SCALE = 6;
+const WINDOWS = [0.02, 3600]; // the least and the most seconds of the window
+const LIVE_SECONDS = [2, 30]; // of the window, until someone zooms: all that is known, within these
+const LEAST_SECONDS = 1e-5; // seconds that a step without an outcome takes at least
 const KEEP_MS = 400;
 
+// Places on the axis are seconds of the clock (`axis` is "time") or ordinals of steps ("steps"); both may have fractions.
 export class View {
   constructor(model, store, changed) {
     this.model = model;
     this.store = store;
     this.changed = changed;
     this.rank = null;
+    this.axis = "time";
     this.isLive = true;
-    this.right = 0; // the ordinal after the last one shown, where it is not live; may have a fraction
-    this.scale = LIVE_SCALE;
+    this.right = 0; // the place at the right edge, where it is not live
+    this.stepScale = LIVE_SCALE;
+    this.chosenSeconds = null; // seconds of the window, where someone has zoomed
     this.width = 600; // the width of the timeline's columns, in pixels
     this.cursor = null; // the ordinal at the keyboard's cursor
-    this.pausedTime = null; // the time of the step at the right edge: ordinals begin again at 0 with each reset frame
+    this.pausedTime = null; // the time at the right edge: ordinals begin again at 0 with each reset frame
     this.isSeeking = false; // the step at the right edge has not come yet
     this.timer = 0;
     const kept = model.get("view") ?? {};
-    if (Number.isFinite(kept.scale)) this.scale = clamp(kept.scale, ...SCALES);
+    if (kept.axis === "steps") this.axis = "steps";
+    if (Number.isFinite(kept.scale)) this.stepScale = clamp(kept.scale, ...STEP_SCALES);
+    if (Number.isFinite(kept.seconds)) this.chosenSeconds = clamp(kept.seconds, ...WINDOWS);
     if (Number.isInteger(kept.rank)) this.rank = kept.rank;
     if (Number.isFinite(kept.paused_at)) {
       this.isLive = false;
@@ -35,19 +43,104 @@ export class View {
     return this.current?.history;
   }
 
-  get span() {
-    return this.width / this.scale;
+  get isTime() {
+    return this.axis === "time";
   }
 
-  // Return [from, to) in ordinals, with fractions; there may be none before `history.begin`.
+  // Return the seconds of the window.
+  get seconds() {
+    return this.chosenSeconds ?? clamp(this.end - this.begin, ...LIVE_SECONDS);
+  }
+
+  get scale() {
+    return this.isTime ? this.width / this.seconds : this.stepScale;
+  }
+
+  get span() {
+    return this.isTime ? this.seconds : this.width / this.stepScale;
+  }
+
+  get begin() {
+    const { history } = this;
+    if (!history) return 0;
+    if (!this.isTime) return history.begin;
+    return history.end > history.begin ? history.at("time", history.begin) : (this.store.time ?? 0);
+  }
+
+  get end() {
+    const { history } = this;
+    if (!history) return 0;
+    if (!this.isTime) return history.end;
+    if (history.end === history.begin) return this.store.time ?? 0;
+    return Math.max(this.store.time ?? 0, this.lastOf(history.end - 1));
+  }
+
+  // Return [from, to) in places; there may be nothing before `begin`.
   get window() {
-    const to = this.isLive ? (this.history?.end ?? 0) : this.right;
+    const to = this.isLive ? this.end : this.right;
     return [to - this.span, to];
   }
 
-  // Return the time at the right edge; null while it is live.
+  // Return [first, after the last) of the ordinals that have a part in the window.
+  get range() {
+    const { history } = this;
+    const [from, to] = this.window;
+    if (!this.isTime) return [Math.max(history.begin, Math.floor(from)), Math.min(history.end, Math.ceil(to))];
+    return [Math.max(history.begin, history.ordinalAt(from) - 1), history.ordinalAt(to)];
+  }
+
+  // Return where a step begins, and where it ends.
+  placeOf(ordinal) {
+    return this.isTime ? this.history.at("time", ordinal) : ordinal;
+  }
+
+  endOf(ordinal) {
+    return this.isTime ? this.history.until(ordinal) : ordinal + 1;
+  }
+
+  // Return the place at whose left all of a step is, also of one that has no outcome yet.
+  lastOf(ordinal) {
+    return this.isTime ? Math.max(this.endOf(ordinal), this.placeOf(ordinal) + LEAST_SECONDS) : ordinal + 1;
+  }
+
+  // Find the step at a place; null where there is none.
+  ordinalAt(place) {
+    const { history } = this;
+    if (!history || history.end === history.begin) return null;
+    if (!this.isTime) {
+      const ordinal = Math.floor(place);
+      return ordinal >= history.begin && ordinal < history.end ? ordinal : null;
+    }
+    const next = history.ordinalAt(place);
+    const ordinal = next < history.end && history.at("time", next) === place ? next : next - 1;
+    return ordinal >= history.begin && place < history.until(ordinal) ? ordinal : null;
+  }
+
+  // Return the place of a time; null where it is not on the axis.
+  placeAt(time) {
+    if (this.isTime || !this.history) return time;
+    const { history } = this;
+    if (history.end === history.begin) return null;
+    const next = history.ordinalAt(time);
+    const ordinal = next < history.end && history.at("time", next) === time ? next : next - 1;
+    if (ordinal < history.begin) return null;
+    const start = history.at("time", ordinal);
+    return ordinal + clamp((time - start) / Math.max(1e-9, history.until(ordinal) - start), 0, 1);
+  }
+
+  // Return the time of a place.
+  timeAt(place) {
+    const { history } = this;
+    if (this.isTime || !history || history.end === history.begin) return place;
+    const ordinal = clamp(Math.floor(place), history.begin, history.end - 1);
+    const start = history.at("time", ordinal);
+    return start + clamp(place - ordinal, 0, 1) * (history.until(ordinal) - start);
+  }
+
+  // Return the time that everything shows; null while it is live.
   get time() {
-    return this.isLive ? null : this.pausedTime;
+    if (this.isLive) return null;
+    return this.cursor === null || !this.history ? this.pausedTime : this.history.until(this.cursor);
   }
 
   // After a frame: steps have come and gone.
@@ -74,12 +167,12 @@ export class View {
     const { history } = this;
     const ordinal = history.ordinalAt(this.pausedTime);
     this.isSeeking = ordinal === history.end;
-    this.right = this.limited(ordinal + 1);
+    this.right = this.limited(this.isTime ? this.pausedTime : ordinal + 1);
   }
 
   limited(right) {
-    const { begin, end } = this.history;
-    return clamp(right, Math.min(end, begin + Math.min(this.span, 1)), end);
+    const { begin, end } = this;
+    return clamp(right, Math.min(end, begin + Math.min(this.span, this.isTime ? 0.001 : 1)), end);
   }
 
   choose(rank) {
@@ -90,9 +183,18 @@ export class View {
     this.keep();
   }
 
+  // Take the other axis; what is paused stays at its time.
+  measure(axis) {
+    if (axis === this.axis) return;
+    const last = this.history ? this.range[1] - 1 : -1;
+    this.axis = axis;
+    if (!this.isLive && this.history?.end > this.history?.begin) this.moveToStep(Math.max(last, this.history.begin));
+    this.keep();
+  }
+
   pause() {
     if (!this.isLive) return;
-    this.moveTo(this.history?.end ?? 0);
+    this.moveTo(this.end);
   }
 
   goLive() {
@@ -104,31 +206,44 @@ export class View {
   }
 
   moveTo(right) {
-    if (!this.history) return;
+    const { history } = this;
+    if (!history) return;
+    // What is paused keeps its window, whatever comes.
+    if (this.isTime) this.chosenSeconds ??= this.seconds;
     this.isLive = false;
     this.isSeeking = false;
     this.right = this.limited(right);
-    const last = clamp(Math.ceil(this.right) - 1, this.history.begin, Math.max(this.history.end - 1, 0));
-    this.pausedTime = this.history.end > this.history.begin ? this.history.at("time", last) : (this.store.time ?? 0);
+    if (this.isTime) this.pausedTime = this.right;
+    else {
+      const last = clamp(Math.ceil(this.right) - 1, history.begin, Math.max(history.end - 1, 0));
+      this.pausedTime = history.end > history.begin ? history.at("time", last) : (this.store.time ?? 0);
+    }
     this.keep();
   }
 
-  moveBy(steps) {
-    this.moveTo(this.window[1] + steps);
+  // Let a step be the last one in sight.
+  moveToStep(ordinal) {
+    this.moveTo(this.lastOf(ordinal));
   }
 
-  // Zoom so that the ordinal at `share` of the width stays where it is.
+  moveBy(places) {
+    this.moveTo(this.window[1] + places);
+  }
+
+  // Zoom so that the place at `share` of the width stays where it is.
   zoom(factor, share = 1) {
     const [from, to] = this.window;
     const fixed = from + share * (to - from);
-    this.scale = clamp(this.scale * factor, ...SCALES);
+    if (this.isTime) this.chosenSeconds = clamp(this.seconds / factor, ...WINDOWS);
+    else this.stepScale = clamp(this.stepScale * factor, ...STEP_SCALES);
     if (!this.isLive) this.moveTo(fixed + (1 - share) * this.span);
     this.keep();
   }
 
   zoomToAll() {
-    const { begin, end } = this.history ?? { begin: 0, end: 1 };
-    this.scale = clamp(this.width / Math.max(end - begin, 1), ...SCALES);
+    const { begin, end } = this;
+    if (this.isTime) this.chosenSeconds = clamp(end - begin, ...WINDOWS);
+    else this.stepScale = clamp(this.width / Math.max(end - begin, 1), ...STEP_SCALES);
     if (!this.isLive) this.moveTo(end);
     this.keep();
   }
@@ -139,8 +254,8 @@ export class View {
     this.pause();
     this.cursor = clamp(ordinal, this.history.begin, this.history.end - 1);
     const [from, to] = this.window;
-    if (this.cursor < from) this.moveTo(this.cursor + this.span);
-    else if (this.cursor + 1 > to) this.moveTo(this.cursor + 1);
+    if (this.placeOf(this.cursor) < from) this.moveTo(this.placeOf(this.cursor) + this.span);
+    else if (this.lastOf(this.cursor) > to) this.moveToStep(this.cursor);
     this.keep();
   }
 
@@ -148,7 +263,8 @@ export class View {
     this.changed();
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
-      this.model.set("view", { rank: this.rank, scale: this.scale, paused_at: this.pausedTime });
+      const { rank, axis, chosenSeconds: seconds, stepScale: scale, pausedTime } = this;
+      this.model.set("view", { rank, axis, seconds, scale, paused_at: pausedTime });
       this.model.save_changes();
     }, KEEP_MS);
   }

@@ -1,20 +1,41 @@
 // The timelines of the engine cores: steps, dummy steps or nothing, the waves, and the requests that arrived.
 
 import { element, legend, panel, setText } from "./dom.js";
-import { clock, count, duration, integer, niceStep } from "./format.js";
+import { clock, count, duration, integer, share } from "./format.js";
 import { REQUESTS, ROLES } from "./palette.js";
 import { Surface } from "./surface.js";
-import { AXIS, GUTTER } from "./timeline_rows.js";
+import { AXIS, clockTicks } from "./axis.js";
+import { Pointer } from "./pointer.js";
+import { GUTTER } from "./timeline_rows.js";
 import { clamp } from "./view.js";
 
 const RANK_HEIGHT = 30;
 const SECONDS = [1, 3600];
-const LIVE_SECONDS = [2, 30];
+const WAVE_SECONDS = [2, 30];
+
+// The figures of each engine core, as they are now.
+const FIGURE_NAMES = ["rank", "running", "waiting", "KV in use", "preemptions", "steps", "slowest worker's step"];
+const LAGGING = 1.25; // a step that takes so many times as long as that of the fastest engine core stands out
+
+function figuresOf(number, { info }) {
+  const seconds = Math.max(...info.workers.filter((worker) => worker.num_steps).map((worker) => worker.step_seconds), 0);
+  return {
+    seconds: seconds || null,
+    texts: [
+      String(number),
+      integer(info.num_running),
+      integer(info.num_waiting),
+      share(info.num_blocks - info.num_free_blocks, info.num_blocks),
+      integer(info.num_preemptions),
+      integer(info.step),
+    ],
+  };
+}
 
 export class Waves {
   constructor(app) {
     this.app = app;
-    this.chosen = null; // seconds that are shown; null: all that are known, within LIVE_SECONDS
+    this.chosen = null; // seconds that are shown; null: all that are known, within WAVE_SECONDS
     this.cursor = null; // { row, time }
     this.surface = new Surface(
       {
@@ -28,27 +49,32 @@ export class Waves {
     this.now = element("span", { class: "nbe-now" });
     const { node, body } = panel("waves", "Engine cores", this.now);
     this.marks = legend(["running", "own steps"], ["dummy", "dummy steps"], ["idle", "idle"], ["arrival", "request arrived"]);
-    body.append(this.marks, this.surface.stage);
+    this.figures = element("tbody", {});
+    const heads = FIGURE_NAMES.map((name) => element("th", { scope: "col" }, name));
+    const table = element("table", { class: "nbe-skew", "aria-label": "Engine cores" }, element("thead", {}, element("tr", {}, ...heads)));
+    table.append(this.figures);
+    body.append(this.marks, this.surface.stage, table);
     this.node = node;
     this.node.hidden = true;
     const { canvas } = this.surface;
-    canvas.addEventListener("pointermove", (event) => this.hover(event));
-    canvas.addEventListener("pointerleave", () => app.tooltip.hide(this));
+    this.pointer = new Pointer(app, this.surface, (x, y) => this.pointed(x, y));
     canvas.addEventListener("blur", () => this.forget());
     canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
   get seconds() {
     if (this.chosen !== null) return this.chosen;
+    if (this.app.view.isTime) return this.app.view.seconds;
     let begin = Infinity;
     for (const { spans } of this.app.store.ranks.values()) {
       if (spans.end > spans.begin) begin = Math.min(begin, spans.since[spans.slot(spans.begin)]);
     }
-    return clamp((this.app.store.time ?? 0) - begin, ...LIVE_SECONDS);
+    return clamp((this.app.store.time ?? 0) - begin, ...WAVE_SECONDS);
   }
 
   get window() {
-    const end = this.app.view.time ?? this.app.store.time ?? 0;
+    const { view, store } = this.app;
+    const end = view.isTime ? view.window[1] : (view.time ?? store.time ?? 0);
     return [end - this.seconds, end];
   }
 
@@ -62,29 +88,30 @@ export class Waves {
     return start + ((x - GUTTER) / (this.surface.width - GUTTER - 1)) * (end - start);
   }
 
-  hover(event) {
-    const [x, y] = this.surface.place(event);
-    const lines = this.lines(Math.floor((y - AXIS) / RANK_HEIGHT), this.timeAt(x));
-    if (lines) this.app.tooltip.show(this, event.clientX, event.clientY, lines);
-    else this.app.tooltip.hide(this);
+  pointed(x, y) {
+    if (x < GUTTER) return { time: null, lines: null };
+    const time = this.timeAt(x);
+    return { time, lines: this.lines(Math.floor((y - AXIS) / RANK_HEIGHT), time) };
+  }
+
+  drawCross() {
+    const { cross } = this.app;
+    if (!this.node.hidden) this.surface.cross(cross === null ? null : this.x(cross), GUTTER);
   }
 
   lines(row, time) {
     const number = this.app.store.rankNumbers[row];
-    const spans = this.app.store.ranks.get(number)?.spans;
-    if (!spans) return null;
-    const id = spans.search("until", time);
-    if (id >= spans.end || spans.since[spans.slot(id)] > time) return [`rank ${number} · ${clock(time, 1)}`, "nothing is known"];
-    const slot = spans.slot(id);
-    const steps = spans.steps[slot];
-    const dummy = spans.dummySteps[slot];
-    const { lock_step: inLockStep } = this.app.store.engine;
+    const rank = this.app.store.ranks.get(number);
+    if (!rank) return null;
     const lines = [`rank ${number} · ${clock(time, 1)}`];
-    if (inLockStep) lines.push(spans.isRunning[slot] ? `wave ${integer(spans.wave[slot])} runs` : "between waves");
-    else lines.push(spans.isRunning[slot] ? "running" : "idle");
-    lines.push(`in ${duration(spans.until[slot] - spans.since[slot])}: ${count(Math.round(steps), "step")}`);
-    if (inLockStep) lines.push(`${count(Math.round(dummy), "dummy step")}`);
-    lines.push(count(spans.requests[slot], "request"));
+    const span = rank.spanAt(time);
+    if (!span) return [...lines, "nothing is known"];
+    const { lock_step: inLockStep } = this.app.store.engine;
+    if (inLockStep) lines.push(span.isRunning ? `wave ${integer(span.wave)} runs` : "between waves");
+    else lines.push(span.isRunning ? "running" : "idle");
+    lines.push(`in ${duration(span.until - span.since)}: ${count(Math.round(span.steps), "step")}`);
+    if (inLockStep) lines.push(`${count(Math.round(span.dummySteps), "dummy step")}`);
+    lines.push(count(span.requests, "request"));
     return lines;
   }
 
@@ -108,6 +135,7 @@ export class Waves {
     if (event.key === "Escape") this.forget();
     else if (!Object.hasOwn(actions, event.key)) return;
     else {
+      this.pointer.hush();
       actions[event.key]();
       const [from, to] = this.window;
       this.cursor = { row: clamp(cursor.row, 0, rows - 1), time: clamp(cursor.time, from, to) };
@@ -143,6 +171,7 @@ export class Waves {
     this.marks.classList.toggle("nbe-without-dummy", !inLockStep);
     const wave = Math.max(0, ...[...store.ranks.values()].map((rank) => rank.info.wave));
     setText(this.now, inLockStep ? `wave ${integer(wave)}` : count(numbers.length, "rank"));
+    this.drawFigures(numbers);
     const height = `${AXIS + RANK_HEIGHT * numbers.length}px`;
     if (this.surface.stage.style.height !== height) {
       this.surface.stage.style.height = height;
@@ -151,36 +180,34 @@ export class Waves {
     this.surface.fit();
     const context = this.surface.clear();
     if (this.surface.width < GUTTER + 20) return;
-    this.ticks(context);
+    clockTicks(context, theme, this.surface, this.window, (time) => this.x(time), GUTTER);
     numbers.forEach((number, row) => this.drawRank(context, number, AXIS + row * RANK_HEIGHT, inLockStep));
     if (this.cursor) {
       context.fillStyle = theme.accent;
       context.fillRect(Math.round(this.x(this.cursor.time)), AXIS + this.cursor.row * RANK_HEIGHT, 2, RANK_HEIGHT);
     }
+    this.drawCross();
+    this.pointer.tell();
   }
 
-  ticks(context) {
-    const { theme } = this.app;
-    const [start, end] = this.window;
-    const step = niceStep((this.seconds * 90) / (this.surface.width - GUTTER));
-    context.font = `11px ${theme.font}`;
-    context.textBaseline = "middle";
-    context.textAlign = "left";
-    for (let time = Math.ceil(start / step) * step; time <= end; time += step) {
-      const x = Math.round(this.x(time));
-      const text = clock(time, step < 1 ? 1 : 0);
-      context.fillStyle = theme.line;
-      context.fillRect(x, 4, 1, this.surface.height - 4);
-      if (x + 6 + context.measureText(text).width > this.surface.width) continue;
-      context.fillStyle = theme.muted;
-      context.fillText(text, x + 4, AXIS / 2);
-    }
+  // Write each engine core's figures, and how much longer its steps take than those of the fastest.
+  drawFigures(numbers) {
+    const rows = numbers.map((number) => figuresOf(number, this.app.store.ranks.get(number)));
+    const fastest = Math.min(...rows.map((row) => row.seconds ?? Infinity));
+    while (this.figures.rows.length > rows.length) this.figures.lastChild.remove();
+    rows.forEach(({ texts, seconds }, at) => {
+      if (at >= this.figures.rows.length) this.figures.append(element("tr", {}, ...FIGURE_NAMES.map(() => element("td", {}))));
+      const { cells } = this.figures.rows[at];
+      const isBehind = seconds !== null && rows.length > 1 && seconds > LAGGING * fastest;
+      const times = isBehind ? ` (${(seconds / fastest).toFixed(1)} × the fastest)` : "";
+      [...texts, `${duration(seconds)}${times}`].forEach((text, column) => setText(cells[column], text));
+      cells[texts.length].classList.toggle("nbe-lagging", isBehind);
+    });
   }
 
   drawRank(context, number, y, inLockStep) {
     const { theme, store, view } = this.app;
     const rank = store.ranks.get(number);
-    const { spans } = rank;
     const [start, end] = this.window;
     context.textAlign = "right";
     context.textBaseline = "middle";
@@ -189,15 +216,13 @@ export class Waves {
     context.fillText(rank.info.alive ? `rank ${number}` : `${number} gone`, GUTTER - 8, y + RANK_HEIGHT / 2, GUTTER - 10);
     let wave = null;
     let labelEnd = GUTTER;
-    for (let id = spans.search("until", start); id < spans.end; id += 1) {
-      const slot = spans.slot(id);
-      if (spans.since[slot] > end) break;
-      const left = Math.round(Math.max(GUTTER, this.x(spans.since[slot])));
-      this.drawSpan(context, spans, slot, left, Math.round(this.x(Math.min(end, spans.until[slot]))), y);
-      if (!inLockStep || !spans.isRunning[slot] || spans.wave[slot] === wave) continue;
-      wave = spans.wave[slot];
+    rank.visitSpans(start, end, (span) => {
+      const left = Math.round(Math.max(GUTTER, this.x(span.since)));
+      this.drawSpan(context, span, left, Math.round(this.x(Math.min(end, span.until))), y);
+      if (!inLockStep || !span.isRunning || span.wave === wave) return;
+      wave = span.wave;
       labelEnd = this.waveLabel(context, wave, left, y, labelEnd);
-    }
+    });
     for (const request of store.requests) {
       if (request.rank !== number || request.added_at < start || request.added_at > end) continue;
       this.arrival(context, REQUESTS[request.number % REQUESTS.length], this.x(request.added_at), y + RANK_HEIGHT - 9);
@@ -205,13 +230,11 @@ export class Waves {
   }
 
   // Own steps and dummy steps share a span's height.
-  drawSpan(context, spans, slot, left, right, y) {
+  drawSpan(context, { steps, dummySteps: dummy, isRunning }, left, right, y) {
     const width = Math.max(1, right - left);
     const top = y + 3;
     const height = RANK_HEIGHT - 13;
-    const steps = spans.steps[slot];
-    const dummy = spans.dummySteps[slot];
-    if (spans.isRunning[slot] && steps + dummy > 0) {
+    if (isRunning && steps + dummy > 0) {
       const part = Math.round((height * dummy) / (steps + dummy));
       context.fillStyle = ROLES.running;
       context.fillRect(left, top, width, height - part);
@@ -219,9 +242,9 @@ export class Waves {
       context.fillRect(left, top + height - part, width, part);
       return;
     }
-    context.fillStyle = spans.isRunning[slot] ? ROLES.running : this.app.theme.muted;
-    context.globalAlpha = spans.isRunning[slot] ? 0.3 : 0.5;
-    if (spans.isRunning[slot]) context.fillRect(left, top, width, height);
+    context.fillStyle = isRunning ? ROLES.running : this.app.theme.muted;
+    context.globalAlpha = isRunning ? 0.3 : 0.5;
+    if (isRunning) context.fillRect(left, top, width, height);
     else context.fillRect(left, top + Math.floor(height / 2), width, 1);
     context.globalAlpha = 1;
   }

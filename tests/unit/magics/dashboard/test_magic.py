@@ -48,9 +48,11 @@ def test_watching_in_a_terminal_ends_with_the_engine(
 def test_the_widget_has_static_forms_beside_it(kernel_shell: InteractiveShell, publisher: Publisher) -> None:
     publisher.requests = [hostile_request()]
     kernel_shell.run_cell("%dashboard --height 500 -o board").raise_error()
-    ((_, data, display_id),) = kernel_shell.display_pub.messages
-    assert set(data) == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
-    assert display_id
+    (_, widget, display_id), (_, data, still_id) = kernel_shell.display_pub.messages
+    assert set(widget) == {"application/vnd.jupyter.widget-view+json", "text/plain"}
+    assert set(data) == {"text/html", "text/plain"}
+    assert data["text/html"].startswith('<div class="nbe-still">')
+    assert display_id != still_id
     assert "<script" not in data["text/html"]
     assert "&lt;script&gt;" in data["text/html"]
     board = kernel_shell.user_ns["board"]
@@ -92,7 +94,10 @@ def test_closing_puts_a_picture_in_its_place(
     script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
     kernel_shell.run_cell("%dashboard --close").raise_error()
     assert "closed 1 dashboard" in capsys.readouterr().out
-    (_, _, first), (is_update, data, display_id) = kernel_shell.display_pub.messages
+    (_, _, first), (_, _, still), *_, cleared, (is_update, data, display_id) = (
+        kernel_shell.display_pub.messages
+    )
+    assert cleared == (True, {"text/html": "<div hidden></div>", "text/plain": ""}, still)
     assert (is_update, display_id) == (True, first)
     assert set(data) == {"text/html", "text/plain"}
     assert "running" in data["text/plain"]
@@ -116,6 +121,33 @@ def test_the_end_of_the_engine_is_shown_before_the_cell_ends(
     assert kernel_shell.user_ns["board"].is_closed
 
 
+def test_a_script_keeps_an_engine_that_has_ended(
+    kernel_shell: InteractiveShell, shown: tuple[Dashboard, Script], publisher: Publisher
+) -> None:
+    dashboard, script = shown
+    begin(publisher)
+    script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
+    kernel_shell.run_cell("%engine stop").raise_error()
+    assert script.decoder.frame["engine"]["state"] == "ended"
+    assert script.decoder.frame["engine"]["note"] == "the engine was stopped"
+    assert len(script.decoder.ranks[0].steps) == 1
+    _, still, _ = kernel_shell.display_pub.messages[-1]
+    assert "the engine was stopped" in still["text/html"]
+    assert dashboard.snapshot["engine"]["state"] == "ended"
+    # A page that is loaded again gets all of it, and the file can be had.
+    script.say(kind="hello")
+    assert script.decoder.frame["engine"]["state"] == "ended"
+    assert len(script.decoder.ranks[0].steps) == 1
+    assert "random-tiny-1" in script.ask(kind="export")["text"]
+    assert "has ended" in script.ask(kind="abort", rank=0, number=0)["error"]
+    # Closing puts the picture in its place.
+    kernel_shell.run_cell("%dashboard --close").raise_error()
+    _, picture, first = kernel_shell.display_pub.messages[-1]
+    assert first == kernel_shell.display_pub.messages[0][2]
+    assert "the engine was stopped" in picture["text/plain"]
+    assert dashboard.is_closed
+
+
 def test_a_script_that_cannot_load_is_replaced_when_the_kernel_is_idle(
     kernel_shell: InteractiveShell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,9 +156,9 @@ def test_a_script_that_cannot_load_is_replaced_when_the_kernel_is_idle(
     kernel_shell.user_ns["messages"] = messages
     cell = "%dashboard -o board\nimport time; time.sleep(0.3); num_shown = len(messages)"
     kernel_shell.run_cell(cell).raise_error()
-    assert kernel_shell.user_ns["num_shown"] == 1
-    wait_until(lambda: len(messages) == 2)
-    update, data, display_id = messages[1]
+    assert kernel_shell.user_ns["num_shown"] == 2
+    wait_until(lambda: len(messages) == 4)
+    update, data, display_id = messages[3]
     assert update
     assert display_id == messages[0][2]
     view = "application/vnd.jupyter.widget-view+json"

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.errors import NotSupportedError
+from nbengine.errors import EngineStalledError, NotSupportedError
+from nbengine.metrics.history import HistoryRow, MetricsHistory
 from nbengine.metrics.trace import RequestFinished
 from nbengine.widgets.dashboard import widget as dashboard_module
 from nbengine.widgets.dashboard.chrome_trace import EngineHistory
 from nbengine.widgets.dashboard.throttle import Throttle
 from nbengine.widgets.dashboard.widget import Dashboard, answer_at_once
 from tests.unit.magics.dashboard.rig import HOSTILE, Script, begin, wait_until
+from tests.unit.widgets.dashboards import START
 from tests.unit.widgets.publishing import Publisher
 
 
@@ -45,6 +47,72 @@ def test_a_silent_script_gets_nothing_until_it_is_heard_again(
     monkeypatch.setattr(dashboard_module, "SILENCE", 15.0)
     script.say(kind="alive")
     script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
+
+
+def test_a_script_out_of_sight_misses_nothing_and_gets_it_in_fewer_frames(
+    shown: tuple[Dashboard, Script], publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dashboard, script = shown
+    script.say(kind="alive", visible=False)
+    # A hidden page may say nothing for a minute.
+    monkeypatch.setattr(dashboard_module, "SILENCE", 0.0)
+    assert dashboard.follows
+    monkeypatch.setattr(dashboard_module, "HIDDEN_INTERVAL", 1e9)
+    frames = script.frames
+    begin(publisher)
+    for count in range(2, 40):
+        publisher.publish(num_waiting_reqs=count)
+    wait_until(lambda: num_waiting(dashboard) == 39)
+    assert script.frames == frames
+    monkeypatch.setattr(dashboard_module, "SILENCE", 15.0)
+    script.say(kind="alive", visible=True)
+    script.wait_for(lambda decoder: decoder.ranks[0].info["num_waiting"] == 39)
+    assert len(script.decoder.ranks[0].steps) == 1
+    assert script.decoder.ranks[0].cuts == []
+
+
+def num_waiting(dashboard: Dashboard) -> int:
+    with dashboard._feed.state() as state:
+        return sum(engine.num_waiting_reqs for engine in state.stats.engines)
+
+
+def test_the_hosts_history_is_answered_and_so_is_why_there_is_none(
+    shown: tuple[Dashboard, Script], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, script = shown
+    rows = [
+        HistoryRow(0, 100, 1, START, generation_tokens=30, running=2, running_after=0, waiting_after=0,
+                   kv_usage_after=0.0),
+        HistoryRow(0, 120, 1, START + 20, generation_tokens=10, ttft_p95=0.5),
+    ]  # fmt: skip
+    asked: list[str] = []
+
+    def read(last: str) -> MetricsHistory:
+        asked.append(last)
+        if last == "1d":
+            raise EngineStalledError("no history within 30 s")
+        return MetricsHistory(rows, 0.0, 125.0)
+
+    monkeypatch.setattr(engine, "history", read, raising=False)
+    script.say(kind="history", last="1w")
+    script.say(kind="history", last="1h")
+    wait_until(lambda: bool(script.messages))
+    (found,) = script.messages
+    assert (found["kind"], found["last"], found["error"]) == ("history", "1h", None)
+    assert (found["begin"], found["end"]) == (START, START + 25)
+    (rank,) = found["ranks"]
+    assert rank["seconds"] == 1.0
+    assert rank["tokens_per_second"][:2] == [30, 0]
+    assert rank["tokens_per_second"][20] == 10
+    assert rank["ttft_p95"][20] == 0.5
+    # Nothing is known after the last row.
+    assert rank["gap"] == [0] * 21 + [1] * 4
+    assert rank["running"][21:] == [None] * 4
+    script.say(kind="history", last="1d")
+    wait_until(lambda: len(script.messages) == 2)
+    assert script.messages[1]["error"] == "no history within 30 s"
+    assert script.messages[1]["ranks"] == []
+    assert asked == ["1h", "1d"]
 
 
 def test_an_own_request_is_aborted_by_its_id(

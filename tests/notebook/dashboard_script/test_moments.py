@@ -1,0 +1,370 @@
+"""One time in all panels: the axis of time, the crosshair, and earlier moments with all that belongs to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from chromium import needs_chromium
+from dashboard_frames import START, FakeEngine, Frame
+from dashboard_page import DashboardPage
+from notebook_support.dashboard_script import (
+    AXIS,
+    BLOCKS,
+    GUTTER,
+    TIMELINE,
+    TIP,
+    OpenPage,
+    assert_color,
+    cell,
+    frame,
+    hover,
+    request,
+    step,
+    tile,
+    word,
+)
+from playwright.sync_api import expect
+
+from nbengine.widgets.dashboard.palette import CACHED_OPACITY, REQUESTS, ROLES
+
+pytestmark = needs_chromium
+
+CROSSES = """() => [...document.querySelectorAll('.nbe-crosshair')].filter((node) => !node.hidden).map((node) => {
+    const stage = node.parentElement.getBoundingClientRect();
+    return [node.closest('section').getAttribute('aria-label'), node.getBoundingClientRect().left - stage.left];
+})"""
+
+
+def at(content: Frame, seconds: float, **rates: float) -> Frame:
+    """The frame as of some seconds after the start."""
+    content[0]["time"] = START + seconds
+    content[0]["rates"].update(rates)
+    return content
+
+
+def timed(number: int, seconds: float, **how: Any) -> list[Any]:
+    """A step of a tenth of a second that begins some seconds after the start."""
+    item = step(number, [0, 1, 0, -1], seconds=0.1, **how)
+    item[1] = START + seconds
+    return item
+
+
+def place(page: DashboardPage, seconds: float, window: float = 10.0) -> float:
+    """Where a time is on the timeline's canvas, of a window that begins at the start."""
+    width = float(page.page.evaluate(f"document.querySelector('{TIMELINE}').clientWidth"))
+    return GUTTER + seconds / window * (width - GUTTER)
+
+
+def test_time_that_passes_without_steps_is_seen_and_what_is_not_known_is_marked(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    page.deliver(at(frame(steps=[timed(1, 0.0), timed(2, 0.1), timed(3, 4.0)], requests=[request(0)]), 5.0))
+    later = frame(2, reset=False, steps=[timed(9, 8.0)], history_lost=True)
+    page.deliver(at(later, 10.0))
+    middle = AXIS + 9
+
+    def look(seconds: float) -> tuple[int, ...]:
+        return page.pixel(TIMELINE, place(page, seconds), middle)
+
+    for seconds in (0.05, 0.15, 4.05, 8.05):
+        assert_color(look(seconds), ROLES["decode"])
+    assert page.text(".nbe-place").startswith("step 9 · ")
+    assert hover(page, TIMELINE, place(page, 2.0), middle).split("\n")[1:] == ["no step ran"]
+    assert hover(page, TIMELINE, place(page, 6.0), middle).split("\n")[1:] == [
+        "nothing is known: steps were lost"
+    ]
+    assert hover(page, TIMELINE, place(page, 4.05), middle).startswith("step 3 · ")
+    # Idle time is empty, unknown time is shaded.
+    below = page.pixel(TIMELINE, place(page, 2.3), AXIS + 60)
+    shaded = page.pixel(TIMELINE, place(page, 6.3), AXIS + 60)
+    assert below[3] == 0
+    assert shaded[3] > 20
+    # Steps of the same width, as an option, and back to the same time.
+    page.page.get_by_label("Show steps, each as wide as the others").click()
+    page.settle()
+    width = float(page.page.evaluate(f"document.querySelector('{TIMELINE}').clientWidth"))
+    assert hover(page, TIMELINE, width - 3, middle).startswith("step 9 · ")
+    assert hover(page, TIMELINE, width - 9, middle).startswith("step 3 · ")
+    page.page.wait_for_function("() => models[0].get('view').axis === 'steps'")
+    page.page.get_by_label("Show time").click()
+    page.settle()
+    assert_color(look(4.05), ROLES["decode"])
+
+
+def test_a_crosshair_goes_through_all_panels(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    engine = FakeEngine(ranks=2, num_blocks=60)
+    engine.run(300, arrivals=0.3)
+    page.deliver(engine.frame(reset=True))
+    assert page.page.evaluate(CROSSES) == []
+    width = float(page.page.evaluate(f"document.querySelector('{TIMELINE}').clientWidth"))
+    x = GUTTER + 0.75 * (width - GUTTER)
+    page.page.hover(TIMELINE, position={"x": x, "y": AXIS + 5})
+    page.settle()
+    found = page.page.evaluate(CROSSES)
+    names = sorted(name for name, _ in found)
+    assert names == [
+        "Data-parallel ranks",
+        "KV blocks",
+        "Scheduler",
+        "Scheduler",
+        "Step timeline",
+    ] or names == [
+        "Engine cores",
+        "KV blocks",
+        "Scheduler",
+        "Scheduler",
+        "Step timeline",
+    ]
+    # All of them are at the same share of their charts' widths.
+    for selector, left in (
+        (".nbe-scheduler canvas", 40),
+        (".nbe-course canvas", 40),
+        (TIMELINE, GUTTER),
+        (".nbe-waves canvas", GUTTER),
+    ):
+        share = page.page.evaluate(
+            """([selector, left]) => {
+                const canvas = document.querySelector(selector);
+                const line = canvas.parentElement.querySelector('.nbe-crosshair');
+                const x = line.getBoundingClientRect().left - canvas.getBoundingClientRect().left;
+                return (x - left) / (canvas.clientWidth - left);
+            }""",
+            [selector, left],
+        )
+        assert abs(share - 0.75) < 0.01, selector
+    page.page.mouse.move(0, 0)
+    page.settle()
+    assert page.page.evaluate(CROSSES) == []
+
+
+def test_what_the_pointer_is_on_is_told_anew_when_it_moves_on(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount(view={"axis": "steps"})
+    page.deliver(frame(steps=[step(number, [0, 1, 0, -1]) for number in range(1, 51)]))
+    width = float(page.page.evaluate(f"document.querySelector('{TIMELINE}').clientWidth"))
+    assert hover(page, TIMELINE, width - 3, AXIS + 9).startswith("step 50 · ")
+    page.deliver(frame(2, reset=False, steps=[step(51), step(52)]))
+    assert page.text(TIP).startswith("step 52 · ")
+
+
+def test_an_earlier_moment_has_its_figures_its_blocks_and_its_requests(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    early, late = request(0), request(1, added_at=START + 5)
+    page.deliver(
+        at(
+            frame(
+                steps=[timed(1, 0.5)],
+                words=[word(1, False, 0), word(0), word(0)],
+                requests=[early | {"num_output_tokens": 5}],
+                num_blocks=3,
+                num_free_blocks=2,
+            ),
+            1.0,
+            tokens_out_per_second=100.0,
+        )
+    )
+    steps = [timed(number, 0.5 + number) for number in range(2, 9)]
+    page.deliver(
+        at(
+            frame(
+                2,
+                reset=False,
+                steps=steps,
+                changed={0: word(0, True, 0), 2: word(1, False, 1)},
+                requests=[early | {"state": "finished", "finish_reason": "stop", "ended_at": START + 6,
+                                   "num_output_tokens": 40}, late],
+                num_blocks=3,
+                num_free_blocks=2,
+            ),
+            10.0,
+            tokens_out_per_second=200.0,
+        )
+    )  # fmt: skip
+    rows = page.page.locator(".nbe-table tbody tr")
+
+    def outputs() -> list[str]:
+        return [text.strip() for text in rows.locator(".nbe-cell-output").all_inner_texts()]
+
+    def assert_now() -> None:
+        assert tile(page, "tokens out") == "200/s"
+        assert_color(page.pixel(BLOCKS, *cell(page, 0)), ROLES["cached"], CACHED_OPACITY)
+        assert_color(page.pixel(BLOCKS, *cell(page, 2)), REQUESTS[1])
+        assert outputs() == ["5 / 50", "40 / 50"]
+        assert page.page.locator(".nbe-live:visible").count() == 0
+
+    assert_now()
+    # Half a second before the second frame, only what the first one has told is known.
+    page.page.locator(".nbe-slider").fill("7")
+    page.settle()
+    assert page.text(".nbe-moment").startswith("as of ")
+    assert tile(page, "tokens out") == "100/s"
+    assert_color(page.pixel(BLOCKS, *cell(page, 0)), REQUESTS[0])
+    assert page.text(".nbe-blocks .nbe-now") == "1 held · 0 shared · 0 cached · 2 free"
+    assert outputs() == ["5 / 50"]
+    assert rows.locator(".nbe-request-state").all_inner_texts() == ["running"]
+    assert page.page.locator(".nbe-abort:visible").count() == 0
+    assert page.text(".nbe-scheduler .nbe-now") == "1 running · 0 waiting"
+    assert page.page.locator(".nbe-live:visible").count() == 0
+    # Before the first frame nothing is known but the steps: what cannot go back says so.
+    page.page.locator(".nbe-slider").fill("1")
+    page.settle()
+    assert page.text(".nbe-moment") == "figures: live"
+    assert (
+        page.page.locator(".nbe-blocks .nbe-live, .nbe-requests .nbe-live").all_inner_texts() == ["live"] * 2
+    )
+    assert_color(page.pixel(BLOCKS, *cell(page, 0)), ROLES["cached"], CACHED_OPACITY)
+    page.page.get_by_label("Go on live").click()
+    page.settle()
+    assert_now()
+
+
+def test_the_bar_has_each_requests_share_of_the_cache(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    words = [word(1, False, 0)] * 50 + [word(1, False, 1)] * 25 + [word(0, True, 1)] * 15 + [word(0)] * 10
+    page.deliver(frame(words=words, requests=[request(0), request(1, preview="Name a sea")], num_blocks=100))
+    bar = ".nbe-occupancy canvas"
+    width = float(page.page.evaluate(f"document.querySelector('{bar}').clientWidth"))
+    assert_color(page.pixel(bar, 0.25 * width, 7), REQUESTS[0])
+    assert_color(page.pixel(bar, 0.6 * width, 7), REQUESTS[1])
+    told = [hover(page, bar, part * width, 7).split("\n") for part in (0.25, 0.6, 0.8, 0.95)]
+    assert told == [
+        ["#0 Once upon a time", "taken by it last: 50 blocks, 50 %"],
+        ["#1 Name a sea", "taken by it last: 25 blocks, 25 %"],
+        ["cached, free", "15 blocks, 15 %"],
+        ["free", "10 blocks, 10 %"],
+    ]
+
+
+def test_a_map_of_a_large_cache_shows_the_part_that_is_in_use(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    words = np.full(60_000, word(0), np.uint32)
+    words[:40] = word(1, False, 0)
+    page.deliver(frame(words=words.tolist()))
+    assert "blocks 0 to 63 of 60,000" in page.text(".nbe-blocks .nbe-legend")
+    assert_color(page.pixel(BLOCKS, *cell(page, 39)), REQUESTS[0])
+    assert hover(page, BLOCKS, *cell(page, 50)).startswith("block 50: free")
+    page.page.get_by_role("button", name="Show every block").click()
+    page.settle()
+    assert "of 60,000" not in page.text(".nbe-blocks .nbe-legend")
+    page.page.focus(BLOCKS)
+    page.page.keyboard.press("ArrowRight")
+    page.page.keyboard.press("End")
+    assert "to 59,999" in page.text(TIP).split("\n")[0]
+    page.page.get_by_role("button", name="Show the part of the cache that is in use").click()
+    page.settle()
+    assert "blocks 0 to 63 of 60,000" in page.text(".nbe-blocks .nbe-legend")
+
+
+def test_an_engine_core_that_lags_stands_out(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    content, buffers = FakeEngine(ranks=3, num_blocks=20).frame(reset=True)
+    for rank, seconds in zip(content["ranks"], (0.010, 0.030, 0.011), strict=True):
+        rank["workers"] = [{"rank": 0, "memory_bytes": 1, "num_steps": 5, "step_seconds": seconds}]
+        rank.update(num_running=4 + rank["rank"], num_free_blocks=15)
+    page.deliver((content, buffers))
+    rows = page.page.locator(".nbe-skew tbody tr")
+    assert [row.split("\t") for row in rows.all_inner_texts()] == [
+        ["0", "4", "0", "25 %", "0", "0", "10.0 ms"],
+        ["1", "5", "0", "25 %", "0", "0", "30.0 ms (3.0 × the fastest)"],
+        ["2", "6", "0", "25 %", "0", "0", "11.0 ms"],
+    ]
+    assert page.page.locator(".nbe-lagging").all_inner_texts() == ["30.0 ms (3.0 × the fastest)"]
+    content.update(seq=content["seq"] + 1, reset=False, ranks=content["ranks"][:2])
+    for rank in content["ranks"]:
+        rank.update(blocks=None, requests=None)
+    page.deliver((content, []))
+    assert rows.count() == 2
+
+
+def test_waves_reach_to_the_newest_report(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount(view={"axis": "steps"})
+    engine = FakeEngine(ranks=2, num_blocks=20)
+    content, buffers = engine.frame(reset=True)
+    part = {"running": True, "steps": 8.0, "dummy_steps": 0.0, "wave": 0, "num_requests": 1}
+    content["time"] = START + 10
+    content["waves"] = {
+        "reset": True,
+        "spans": [part | {"rank": 0, "start": START, "end": START + 8}],
+        "open": [part | {"rank": 0, "start": START + 8, "end": START + 10}],
+    }
+    page.deliver((content, buffers))
+    waves = ".nbe-waves canvas"
+    width = float(page.page.evaluate(f"document.querySelector('{waves}').clientWidth"))
+    for x in (GUTTER + 10, width - 4):
+        assert_color(page.pixel(waves, x, AXIS + 8), ROLES["running"])
+    assert "in 2.00 s: 8 steps" in hover(page, waves, width - 4, AXIS + 8)
+    # The open ones are replaced.
+    content["seq"] += 1
+    content.update(reset=False, waves={"reset": False, "spans": [], "open": []})
+    for rank in content["ranks"]:
+        rank.update(blocks=None, requests=None)
+    page.deliver((content, []))
+    assert "nothing is known" in hover(page, waves, width - 4, AXIS + 8)
+
+
+def history_answer(ranks: int = 1, error: str | None = None) -> Frame:
+    columns = {
+        "gap": [0, 0, 1, 0],
+        "tokens_per_second": [10, 20, None, 40],
+        "ttft_p50": [0.1, None, None, 0.2],
+        "ttft_p95": [0.3, None, None, 0.4],
+        "itl_p50": [0.01, 0.01, None, 0.02],
+        "itl_p95": [0.02, 0.02, None, 0.03],
+        "running": [1, 2, None, 0],
+        "waiting": [0, 1, None, 0],
+        "kv_usage": [0.1, 0.2, None, 0.05],
+        "preemptions": [0, 3, None, 0],
+    }
+    rows = [{"rank": rank, "seconds": 900.0, **columns} for rank in range(ranks)]
+    times = {"begin": START - 3600, "end": START} if error is None else {"begin": None, "end": None}
+    return {
+        "kind": "history",
+        "last": "1h",
+        "error": error,
+        **times,
+        "ranks": rows if error is None else [],
+    }, []
+
+
+def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    page.deliver(frame(steps=[timed(1, 0.0)]))
+    assert page.page.locator(".nbe-trends").is_hidden()
+    page.page.get_by_role("button", name="The last hour").click()
+    page.settle()
+    assert page.sent("history") == [{"kind": "history", "last": "1h"}]
+    assert page.text(".nbe-trends h3") == "The last hour"
+    assert page.text(".nbe-trends [role=status]") == "asking the engine's host …"
+    page.deliver(history_answer())
+    chart = ".nbe-trend-chart:first-child canvas"
+    width = float(page.page.evaluate(f"document.querySelector('{chart}').clientWidth"))
+
+    def told(part: float) -> list[str]:
+        return hover(page, chart, 52 + part * (width - 54), 60).split("\n")[1:]
+
+    assert told(0.1) == ["tokens/s generated: 10"]
+    assert told(0.6) == ["nothing is known"]
+    assert told(0.9) == ["tokens/s generated: 40"]
+    height = float(page.page.evaluate(f"document.querySelector('{chart}').clientHeight"))
+    assert_color(page.pixel(chart, 52 + 0.9 * (width - 54), height - 6), ROLES["decode"])
+    gap = page.pixel(chart, 52 + 0.6 * (width - 54), height - 6)
+    assert 0 < gap[3] < 255
+    # One crosshair for all charts.
+    assert len([name for name, _ in page.page.evaluate(CROSSES) if name == "The last hour"]) == 6
+    # An answer to another question is not for this view, and an engine that has ended leaves what was known.
+    page.deliver((history_answer(error="no")[0] | {"last": "1d"}, []))
+    page.deliver(history_answer(error="the engine has ended"))
+    assert page.page.locator(".nbe-trends [role=status]").inner_text() == "the engine has ended"
+    assert page.page.locator(".nbe-trend-grid").is_visible()
+    page.page.get_by_role("button", name="Steps, requests and blocks").click()
+    page.settle()
+    expect(page.page.locator(".nbe-trends")).to_be_hidden()
