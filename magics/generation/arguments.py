@@ -325,7 +325,9 @@ def options_of(
     if parsed.diff and parsed.noblock:
         raise UsageError(f"{prog}: --diff needs the answer, so it cannot go with -a; .diff() shows it later")
     options = common_options(parsed, prompt, config, namespace, prog, chat=parsed.chat)
-    options = replace(options, background=parsed.noblock, diff=parsed.diff, timeout=parsed.timeout, kept=filled)
+    options = replace(
+        options, background=parsed.noblock, diff=parsed.diff, timeout=parsed.timeout, kept=filled
+    )
     return options if filled is None else replace(options, messages=_messages(filled, parsed.system, config))
 
 
