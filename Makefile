@@ -85,7 +85,7 @@ models: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --num-workers $(WORKERS)
+	$(BIN)/python -m tests.tools.type_check $(WORKERS)
 
 check: test
 
