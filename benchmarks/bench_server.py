@@ -1,7 +1,7 @@
 """Measure the HTTP server: its processor time a streamed token, the way to the first token, and chats a second.
 
     python benchmarks/bench_server.py [--json PATH] [--streams 32] [--tokens 200] [--rounds 5]
-        [--python PATH] [--model smollm2-135m] [--clients 32] [--chats 64] [--threads N]
+        [--python PATH] [--model smollm2-135m] [--clients 32] [--chats 32] [--threads N]
 
 In place of a model stands an executor that ends a step every 20 ms and writes the same token. Chats are streamed by
 readers that count on plain sockets in this process; what is measured is the server's process. In turn with it
@@ -52,6 +52,8 @@ CPU_LIMIT_US, FIRST_LIMIT_MS, CHATS_LIMIT, PARSING_LIMIT_US = 60, 3, 8, 10
 ANSWER_TOKENS = 16
 """The most tokens of the answer to a short chat."""
 CONTEXT = 512
+WARM_CHATS = 8
+"""Short chats that show which number of threads is best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,61 +188,96 @@ def served(llm: AsyncLLM) -> Iterator[ServerRecord]:
         llm.shutdown()
 
 
-class ShortChats:
-    """Two servers, or ours alone, that answer short chats; no question comes twice."""
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A server, with the processes that it and its engine consist of."""
 
-    def __init__(self, model: str, clients: int, chats: int) -> None:
+    url: str
+    processes: tuple[psutil.Process, ...]
+
+    @classmethod
+    def of(cls, url: str, *pids: int) -> Side:
+        """Return the side of these processes and of those that they have started."""
+        heads = [psutil.Process(pid) for pid in pids]
+        return cls(url, tuple(one for head in heads for one in (head, *head.children(recursive=True))))
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time of all of them so far."""
+        times = [process.cpu_times() for process in self.processes]
+        return sum(one.user + one.system for one in times)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One server's figures of one round."""
+
+    chats_a_second: float
+    tokens_a_chat: float
+    cpu_seconds_a_chat: float
+
+
+class ShortChats:
+    """The same short chats for one server after another; no server is asked a question twice."""
+
+    def __init__(self, model: str, clients: int) -> None:
         self._model = model
         self._clients = clients
-        self._chats = chats
         self._asked = 0
 
-    def a_second(self, *urls: str) -> tuple[list[float], list[float]]:
-        """Return the chats that each server has answered a second, one after the other, and the tokens a chat."""
-        found = [
-            asyncio.run(
-                short_chats.run(url, self._model, self._clients, self._chats, ANSWER_TOKENS, self._asked)
+    def ask(self, chats: int, *sides: Side) -> list[Rate]:
+        """Have each server answer that number of chats."""
+        rates = []
+        for side in sides:
+            before = side.cpu_seconds()
+            found = asyncio.run(
+                short_chats.run(side.url, self._model, self._clients, chats, ANSWER_TOKENS, self._asked)
             )
-            for url in urls
-        ]
-        self._asked += self._chats
-        return [self._chats / one.seconds for one in found], [one.tokens / self._chats for one in found]
+            spent = side.cpu_seconds() - before
+            rates.append(Rate(chats / found.seconds, found.tokens / chats, spent / chats))
+        self._asked += chats
+        return rates
 
 
 def beside_llama_cpp(
-    python: str | None, model: str, threads: int, chats: ShortChats, rounds: int
+    python: str | None, model: str, threads: int, clients: int, chats: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Return the row of short chats; without `python` it is ours alone."""
+    """Return the rows of short chats; without `python` they are ours alone."""
     file = Path(resolve_model(ModelConfig(model)).weights[0]).resolve()
-    figures: list[list[float]] = []
-    tokens: list[list[float]] = []
+    asking = ShortChats(model, clients)
+    figures = []
     with contextlib.ExitStack() as stack:
-        record = stack.enter_context(served(AsyncLLM(model, max_model_len=CONTEXT)))
-        urls = [record.url]
+        llm = AsyncLLM(model, max_model_len=CONTEXT)
+        record = stack.enter_context(served(llm))
+        sides = [Side.of(record.url, record.pid, llm.connection.host_pid)]
+        extra = {}
         if python is not None:
-            best = max(thread_choices(threads), key=lambda n: _warm(python, file, n, chats))
-            urls.append(stack.enter_context(llama_server.running(python, file, best, CONTEXT)))
+            best = max(thread_choices(threads), key=lambda n: _warm(python, file, n, asking))
+            extra = {"threads of llama.cpp": best}
+            running = llama_server.running(python, file, best, CONTEXT)
+            sides.append(Side.of(*stack.enter_context(running)))
         for number in range(rounds + 1):
-            rates, counts = chats.a_second(*urls)
+            rates = asking.ask(chats, *sides)
             if number:
                 figures.append(rates)
-                tokens.append(counts)
-    ours, *peers = zip(*figures, strict=True)
-    row = {"what": "short chats a second", "median": statistics.median(ours)}
-    row["tokens a chat"] = " / ".join(f"{statistics.mean(side):.1f}" for side in zip(*tokens, strict=True))
-    if peers:
-        row |= {
-            "llama.cpp": statistics.median(peers[0]),
-            "threads": best,
-            "ratio": median_ratio(ours, peers[0]),
-            "limit": CHATS_LIMIT,
-        }
-    return [row]
+    return [
+        _chats_row(f"short chats a second, {clients} clients", figures, "chats_a_second")
+        | ({"limit": CHATS_LIMIT, **extra} if extra else {}),
+        _chats_row("processor seconds a chat", figures, "cpu_seconds_a_chat"),
+        _chats_row("tokens a chat", figures, "tokens_a_chat"),
+    ]
 
 
-def _warm(python: str, file: Path, threads: int, chats: ShortChats) -> float:
-    with llama_server.running(python, file, threads, CONTEXT) as url:
-        return chats.a_second(url)[0][0]
+def _chats_row(what: str, figures: list[list[Rate]], name: str) -> dict[str, Any]:
+    ours, *peers = ([getattr(rate, name) for rate in side] for side in zip(*figures, strict=True))
+    row: dict[str, Any] = {"what": what, "median": statistics.median(ours)}
+    for peer in peers:
+        row |= {"llama.cpp": statistics.median(peer), "ratio": median_ratio(ours, peer)}
+    return row
+
+
+def _warm(python: str, file: Path, threads: int, asking: ShortChats) -> float:
+    with llama_server.running(python, file, threads, CONTEXT) as (url, pid):
+        return asking.ask(WARM_CHATS, Side.of(url, pid))[0].chats_a_second
 
 
 def parsing(rounds: int) -> list[dict[str, Any]]:
@@ -260,7 +297,7 @@ def main() -> None:
     arguments.add_argument("--python", help="the interpreter that has llama-cpp-python and its server")
     arguments.add_argument("--model", default="smollm2-135m", help="a .gguf file, or an alias")
     arguments.add_argument("--clients", type=int, default=32)
-    arguments.add_argument("--chats", type=int, default=64, help="short chats a round")
+    arguments.add_argument("--chats", type=int, default=32, help="short chats a round")
     arguments.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = arguments.parse_args()
     peer = "none"
@@ -270,8 +307,9 @@ def main() -> None:
         except MissingPeerError as error:
             arguments.error(str(error))
     rows = streaming(options.streams, options.tokens, options.rounds)
-    chats = ShortChats(options.model, options.clients, options.chats)
-    rows += beside_llama_cpp(options.python, options.model, options.threads, chats, options.rounds)
+    rows += beside_llama_cpp(
+        options.python, options.model, options.threads, options.clients, options.chats, options.rounds
+    )
     rows += parsing(options.rounds)
     report("server", rows, options.json, llama_cpp_python=peer)
 

@@ -32,8 +32,8 @@ def version(python: str) -> str:
 
 
 @contextlib.contextmanager
-def running(python: str, model: Path, threads: int, context: int) -> Iterator[str]:
-    """Start the server for a GGUF file, with its own defaults but for threads and context; yield its address.
+def running(python: str, model: Path, threads: int, context: int) -> Iterator[tuple[str, int]]:
+    """Start the server for a GGUF file, with its own defaults but for threads and context; yield its address and its pid.
 
     It answers one request at a time; one that comes does not interrupt the one that it is answering.
     """
@@ -55,7 +55,7 @@ def running(python: str, model: Path, threads: int, context: int) -> Iterator[st
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait(process, f"http://127.0.0.1:{port}/v1/models")
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
         process.wait()

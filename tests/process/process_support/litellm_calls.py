@@ -37,7 +37,7 @@ MAX_TOKENS = 12
 
 
 class Town(BaseModel):
-    """What a structured answer has."""
+    """A structured answer."""
 
     is_capital: bool
 
@@ -48,7 +48,7 @@ def joined(chunks: list[Any]) -> str:
 
 
 def texts(options: dict[str, Any]) -> dict[str, Any]:
-    """What the calls for texts gave."""
+    """Ask for texts; return what came."""
     whole = litellm.completion(messages=QUESTION, **options)
     chunks = list(
         litellm.completion(messages=QUESTION, stream=True, stream_options={"include_usage": True}, **options)
@@ -67,7 +67,7 @@ def texts(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def tools(options: dict[str, Any]) -> dict[str, Any]:
-    """What calls of tools and structured answers gave."""
+    """Ask for calls of tools and for a structured answer; return what came."""
     long = {**options, "max_tokens": 64}
     demand: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
     asked = litellm.completion(messages=QUESTION, **demand, **long)
@@ -90,7 +90,7 @@ def tools(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def others(options: dict[str, Any], address: dict[str, Any], model: str, url: str) -> dict[str, Any]:
-    """What vectors, the other routes and refusals gave."""
+    """Ask for vectors, at the other routes, and wrongly; return what came."""
     vectors = litellm.embedding(
         model=f"openai/{model}", input=["a cat", "rain"], encoding_format="float", **address
     )
@@ -123,7 +123,7 @@ def others(options: dict[str, Any], address: dict[str, Any], model: str, url: st
 
 
 async def asynchronous(options: dict[str, Any], address: dict[str, Any], model: str) -> dict[str, Any]:
-    """What the same calls gave, several at a time, in an event loop."""
+    """Ask again in an event loop, several at a time; return what came."""
     whole = await asyncio.gather(*(litellm.acompletion(messages=QUESTION, **options) for _ in range(3)))
     chunks = [chunk async for chunk in await litellm.acompletion(messages=QUESTION, stream=True, **options)]
     vectors = await litellm.aembedding(

@@ -225,7 +225,7 @@ async def test_langchains_chat_model_asks_streams_binds_and_calls_tools(served: 
 
 @pytest.fixture(scope="module")
 def litellms(served: Served, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What LiteLLM's calls gave, in a process of its own."""
+    """The answers to LiteLLM's calls, which a process of its own makes."""
     own = {**os.environ, "HOME": str(tmp_path_factory.mktemp("home"))}
     done = subprocess.run(
         [sys.executable, str(LITELLM), served.url, MODEL],

@@ -58,7 +58,7 @@ async def test_a_third_of_200_streams_leaves_and_every_other_answer_is_that_of_l
     prompts = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 60))) for _ in range(200)]
     leaving = [draw.randint(1, 20) if number % 3 == 0 else None for number in range(200)]
     real = {"distributed_executor_backend": "uni", "hf_overrides": {}, "dtype": "float32"}
-    # There are too few blocks for so many, so that some are preempted.
+    # There are too few blocks for all of them: some are preempted.
     served = serve(settings={"max_concurrent_requests": 150}, num_gpu_blocks_override=160, **real)
     limits = httpx2.Limits(max_connections=300, max_keepalive_connections=0)
     await asyncio.to_thread(whole, served, "a", 5)
@@ -87,7 +87,7 @@ def answers_of_llm(prompts: list[str], max_tokens: int) -> list[str]:
 
 
 def log_of(served: Any) -> str:
-    """What a server has written to its log."""
+    """The text of a server's log."""
     # Names of engines come again; a log's own has the time.
     return max(log_dir().glob(f"{served.llm.name}.server-*.log")).read_text()
 

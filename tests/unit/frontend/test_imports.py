@@ -20,6 +20,7 @@ PUBLIC = {
     "TextPrompt",
     "TokensPrompt",
     "ToolCall",
+    "UnreadableCall",
     "SamplingParams",
     "PoolingParams",
     "RequestOutputKind",
