@@ -143,7 +143,7 @@ class Converter:
         yield from self._recurrent()
 
     def _mamba2(self) -> Iterator[tuple[str, Any]]:
-        """What its class writes in place of everything else."""
+        """The metadata that its class writes in place of everything else."""
         config = self.config
         inner = config["expand"] * config["hidden_size"]
         yield "mamba2.context_length", 2**20

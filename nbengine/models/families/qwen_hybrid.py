@@ -29,7 +29,7 @@ class Qwen35(TextPart):
         "partial_rotary_factor": 0.25,
         "max_position_embeddings": 32768,
     }
-    unused = (*TextPart.unused, "mtp.", "model.mtp.")
+    unused: tuple[str, ...] = (*TextPart.unused, "mtp.", "model.mtp.")
     by_head = False
     """True if the checkpoint has the projections of recurrent layers by key heads."""
 

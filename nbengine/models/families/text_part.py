@@ -8,7 +8,7 @@ from nbengine.models.family import DecoderFamily
 class TextPart(DecoderFamily):
     """A family some of whose models have a decoder of the family beside parts for images, which are not loaded."""
 
-    unused = (
+    unused: tuple[str, ...] = (
         "vision_tower.",
         "multi_modal_projector.",
         "visual.",
