@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 
 from nbengine.client.engines.directory import find_engine
-from nbengine.errors import NBEngineError
+from nbengine.errors import NBEngineError, NotSupportedError
 from nbengine.frontend.text.interpolate import interpolate
 from nbengine.magics.arguments import HelpRequested, split_words
 from nbengine.magics.config import NBEngine
@@ -23,6 +23,7 @@ from nbengine.magics.session import NotebookSession
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following.ownership import SPOKEN, WAITING, Owner
 from nbengine.widgets.live import LiveDisplay, in_kernel, publish_bundle
+from nbengine.widgets.side import SidePanel, side_panel
 from nbengine.widgets.words import count
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class DashboardMagics(Magics):
         self._session = session
         self._config = config
         self._shown: list[Dashboard | PlainDashboard] = []
+        self._panels: dict[int, SidePanel] = {}
+        """The panels of views beside the notebook, by the views' `id`."""
         WAITING.add(session.ongoing.snapshot)
         SPOKEN.add(session.ongoing.words)
         session.on_engine_end.append(self._on_engine_end)
@@ -78,6 +81,8 @@ class DashboardMagics(Magics):
             form = "text"
         if form == "text" and parsed.out is not None:
             raise UsageError("%dashboard: -o NAME is for a widget, and this is text")
+        if form == "text" and parsed.side:
+            raise UsageError("%dashboard: --side is for a widget, and this is text")
         return form
 
     def _engine(self, name: str | None) -> tuple[ConnectionInfo, Owner | None]:
@@ -101,10 +106,33 @@ class DashboardMagics(Magics):
             view = PlainDashboard(info, owner)
         else:
             view = Dashboard(info, owner, height=parsed.height, falls_back=form == "auto")
-        self._shown = [*(shown for shown in self._shown if not shown.is_closed), view]
-        view._ipython_display_()
+        self._forget_closed()
+        self._shown.append(view)
+        if parsed.side:
+            self._show_aside(view)
+        else:
+            view._ipython_display_()
         if parsed.out is not None:
             self.shell.user_ns[parsed.out] = view
+
+    def _show_aside(self, view: Dashboard | PlainDashboard) -> None:
+        """Show a view beside the notebook."""
+        try:
+            panel = side_panel(f"engine {view.info.name}")
+        except NotSupportedError:
+            view.close()
+            raise
+        self._panels[id(view)] = panel
+        with panel:
+            view._ipython_display_()
+        print(f"the dashboard of engine {view.info.name!r} is beside the notebook")
+
+    def _forget_closed(self) -> None:
+        """Forget the views that are closed, and close their panels."""
+        for view in self._shown:
+            if view.is_closed and (panel := self._panels.pop(id(view), None)) is not None:
+                panel.close()
+        self._shown = [view for view in self._shown if not view.is_closed]
 
     def _show_text(self, info: ConnectionInfo, owner: Owner | None, interval: float | None) -> None:
         from nbengine.widgets.dashboard.glance import Glance
@@ -142,7 +170,7 @@ class DashboardMagics(Magics):
         closing = [view for view in self._shown if not view.is_closed and name in (None, view.info.name)]
         for view in closing:
             view.close()
-        self._shown = [view for view in self._shown if not view.is_closed]
+        self._forget_closed()
         print(f"closed {count(len(closing), 'dashboard')}")
 
     def _on_engine_end(self, info: ConnectionInfo) -> None:
@@ -154,7 +182,7 @@ class DashboardMagics(Magics):
     def _leave(self) -> None:
         for view in self._shown:
             view.close()
-        self._shown = []
+        self._forget_closed()
         WAITING.remove(self._session.ongoing.snapshot)
         SPOKEN.remove(self._session.ongoing.words)
         idle: Any = sys.modules.get("nbengine.widgets.idle")

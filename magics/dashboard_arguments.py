@@ -28,6 +28,9 @@ def dashboard_parser() -> MagicParser:
         "--height", type=_height, default=0, metavar="PX", help="pixels (default: as its content)"
     )
     parser.add_argument(
+        "--side", action="store_true", help="open it beside the notebook (`pip install nbengine[side]`)"
+    )
+    parser.add_argument(
         "-o", dest="out", type=variable_name, metavar="NAME", help="keep the widget in this variable"
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The words by which a person knows a request: the end of what was asked, and the newest of the answer."""
+"""The words that tell a person which request it is: the end of what was asked, and the newest of the answer."""
 
 from __future__ import annotations
 

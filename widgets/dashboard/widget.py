@@ -118,7 +118,7 @@ class Dashboard(anywidget.AnyWidget):
         self._throttle = Throttle(FRAME_INTERVAL, BYTES_PER_SECOND, FRAME_INTERVAL / 4)
         self._builder = FrameBuilder(self._preview, output=self._newest_words)
         self._spoken: Mapping[str, tuple[str, str]] = {}
-        """What the requests of this process say, as of the latest frame."""
+        """The prompts and answers of this process's requests, as of the latest frame."""
         self._asks_history = threading.Lock()
         self._final: Mapping[str, str] | None = None
         self._is_closed = False

@@ -74,7 +74,7 @@ class Waiting:
 
 
 class Spoken:
-    """What the requests of the process ask and are answered, by engine request id."""
+    """The prompts and answers of the requests of the process, by engine request id."""
 
     def __init__(self) -> None:
         self._sources: list[Callable[[], Mapping[str, Words]]] = []
@@ -99,7 +99,7 @@ class Spoken:
 
 
 SPOKEN = Spoken()
-"""What this process's requests say, to which the notebook's magics add theirs."""
+"""The prompts and answers of this process, to which the notebook's magics add theirs."""
 WAITING = Waiting()
 """The waited-for requests of this process, to which the notebook's magics add theirs."""
 

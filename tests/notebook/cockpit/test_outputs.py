@@ -116,6 +116,7 @@ def test_everything_can_be_read_wide_and_narrow_light_and_dark(
     for dark in (False, True):
         set_theme(cockpit.page, dark=dark)
         # By itself, not because of another size.
+        board.look()
         board.wait_for_color("map", mixed(ROLES["cached"], CACHED_OPACITY, board.ground))
         assert sum(board.colors("timeline").values()) > 0
         for width in (WIDE, NARROW):

@@ -93,6 +93,11 @@ def test_a_theme_that_changes_leaves_no_canvas_blank(open_page: OpenPage) -> Non
         page.settle()
         page.settle()
         assert page.page.evaluate(inked) == before
+    # A style sheet that comes late changes no attribute of the page.
+    page.page.add_style_tag(content="body { --jp-layout-color1: #202830 !important; }")
+    page.page.wait_for_function("() => document.querySelector('.nbe-dash').dataset.theme === 'dark'")
+    page.settle()
+    assert page.page.evaluate(inked) == before
 
 
 def test_an_engine_that_has_ended_can_be_looked_through(open_page: OpenPage) -> None:

@@ -13,12 +13,14 @@ export class Theme {
     this.check = () => this.refresh();
     this.observer = new MutationObserver(this.check);
     for (const node of [document.documentElement, document.body]) this.observer.observe(node, { attributes: true });
+    // A style sheet that is loaded after the attributes have changed is noticed by what it changes.
+    this.probe.addEventListener("transitionend", this.check);
     this.media = matchMedia("(prefers-color-scheme: dark)");
     this.media.addEventListener("change", this.check);
     this.refresh();
   }
 
-  // This is cheap enough to be called now and then: nothing reports style sheets that are loaded late.
+  // This is cheap enough to be called now and then.
   refresh() {
     const style = getComputedStyle(this.probe);
     const values = [style.backgroundColor, style.color, style.borderTopColor, style.borderRightColor, style.borderBottomColor];

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +206,7 @@ def test_the_plain_widget_can_abort(
         ("--watch soon", "argument --watch: 'soon' is not a number of seconds from 0.1 to 3600"),
         ("--plain --text", "--plain and --text are two forms; give one of them"),
         ("--text -o board", "-o NAME is for a widget, and this is text"),
+        ("--text --side", "--side is for a widget, and this is text"),
         ("-o 1x", "argument -o: '1x' is not a variable name"),
         ("nowhere", "no engine is called 'nowhere'; running: random-tiny"),
     ],
@@ -217,6 +220,44 @@ def test_a_wrong_line_is_explained(
 ) -> None:
     assert not kernel_shell.run_cell(f"%dashboard {line}").success
     assert f"UsageError: %dashboard: {complaint}" in capsys.readouterr().err
+
+
+def test_it_opens_beside_the_notebook(
+    kernel_shell: InteractiveShell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class Sidecar:
+        def __init__(self, title: str, anchor: str) -> None:
+            events.append(f"{title}, {anchor}")
+
+        def __enter__(self) -> None:
+            events.append(f"enter {len(kernel_shell.display_pub.messages)}")
+
+        def __exit__(self, *exception: object) -> None:
+            events.append(f"exit {len(kernel_shell.display_pub.messages)}")
+
+        def close(self) -> None:
+            events.append("close")
+
+    monkeypatch.setitem(sys.modules, "sidecar", SimpleNamespace(Sidecar=Sidecar))
+    kernel_shell.run_cell("%dashboard --side -o board").raise_error()
+    assert events == ["engine random-tiny, split-right", "enter 0", "exit 2"]
+    kernel_shell.run_cell("%dashboard --close").raise_error()
+    assert events[3:] == ["close"]
+    assert kernel_shell.user_ns["board"].is_closed
+
+
+def test_without_sidecar_it_says_what_to_install(
+    kernel_shell: InteractiveShell,
+    publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "sidecar", None)
+    kernel_shell.run_cell("%dashboard --side")
+    assert "pip install 'nbengine[side]'" in "".join(capsys.readouterr())
+    assert kernel_shell.display_pub.messages == []
 
 
 def test_without_an_engine_it_says_what_to_do(
