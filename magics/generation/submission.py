@@ -53,7 +53,7 @@ class Submitter:
         params = sampling_params(options, client.default_sampling_params(), self._config)
         messages = self._messages(engine, options)
         if messages is None and options.kept is not None:
-            options = replace(options, prompt=_as_text(options.kept, engine.name))
+            options = replace(options, prompt=as_text(options.kept, engine.name))
         if prompt is None:
             prompt = options.prompt
             if messages is not None:
@@ -133,8 +133,12 @@ class Submitter:
             )
 
 
-def _as_text(kept: Filled, engine: str) -> str:
-    """Return a kept prompt as one text, for a model or a line without a chat template."""
+def as_text(kept: Filled, engine: str) -> str:
+    """Return a kept prompt as one text, for a model or a line without a chat template.
+
+    Raises:
+        UsageError: it has roles.
+    """
     if kept.text is None:
         raise UsageError(
             f"@{kept.name}: the prompt has roles, which only a chat template can say: it cannot go with --raw, nor to an "
