@@ -1,4 +1,4 @@
-"""What the user has entered in the playground, as a request, as a cell and as a script."""
+"""This module turns what was entered in the playground into a request, a cell and a script."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class PlaygroundWidget(anywidget.AnyWidget):
     """The settings of a side in their order: `name`, `flag`, `help`, `kind` ("number", "integer", "text", "lines"), and
     `low`, `high` and `step` of those that have a slider."""
     state = traitlets.Dict().tag(sync=True)
-    """What the user has entered."""
+    """The name, text, values and settings that the user has entered, as in `STATE`."""
     answers = traitlets.List().tag(sync=True)
     """The sides as they were last, for pages in which no kernel answers a hello."""
 

@@ -74,6 +74,8 @@ export class Side {
     this.texts = texts.map((text, index) => (start[index] ? this.texts[index] + text : text));
     this.running = running;
     this.go.textContent = running ? "■ Stop" : "▶ Run";
+    // A reader of the screen tells the line once it stays.
+    this.footer.setAttribute("aria-live", running ? "off" : "polite");
     this.footer.textContent = footer;
     this.error.textContent = error;
     this.root.setAttribute("aria-busy", String(running));
