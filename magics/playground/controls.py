@@ -46,7 +46,12 @@ def flag_of(action: argparse.Action) -> str:
 
 def _control(action: argparse.Action) -> dict[str, Any]:
     kind = "lines" if _is_repeatable(action) else _KINDS.get(getattr(action.type, "__name__", ""), "text")
-    control = {"name": action.dest, "flag": flag_of(action), "help": action.help or "", "kind": kind}
+    control: dict[str, Any] = {
+        "name": action.dest,
+        "flag": flag_of(action),
+        "help": action.help or "",
+        "kind": kind,
+    }
     if action.dest in _SLIDERS:
         control |= dict(zip(("low", "high", "step"), _SLIDERS[action.dest], strict=True))
     return control

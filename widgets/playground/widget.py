@@ -39,12 +39,12 @@ class PlaygroundWidget(anywidget.AnyWidget):
     _esm = bundled("playground")
     _css = stylesheet("playground")
 
-    controls = traitlets.List().tag(sync=True)
+    controls: traitlets.List[Frame] = traitlets.List().tag(sync=True)
     """The settings of a side in their order: `name`, `flag`, `help`, `kind` ("number", "integer", "text", "lines"), and
     `low`, `high` and `step` of those that have a slider."""
     state = traitlets.Dict().tag(sync=True)
     """The name, text, values and settings that the user has entered, as in `STATE`."""
-    answers = traitlets.List().tag(sync=True)
+    answers: traitlets.List[Frame] = traitlets.List().tag(sync=True)
     """The sides as they were last, for pages in which no kernel answers a hello."""
 
     def __init__(self, receive: Callable[[object], None], **data: Any) -> None:
