@@ -31,6 +31,7 @@ from nbengine.magics.kept_prompts.calls import positionals_of
 from nbengine.magics.kept_prompts.shelf import Shelf
 from nbengine.magics.kept_runs.arguments import PARSERS as RUNS_PARSERS
 from nbengine.magics.kept_runs.arguments import runs_parser
+from nbengine.magics.playground.arguments import playground_parser
 from nbengine.magics.session import NotebookSession, live_engines
 from nbengine.models.checkpoints.files import list_aliases
 
@@ -79,6 +80,7 @@ class Completion:
             "chat": chat_parser,
             "dashboard": dashboard_parser,
             "prompt": prompt_parser,
+            "playground": playground_parser,
         }
         self._shell = shell
         self._session = session

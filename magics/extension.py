@@ -22,6 +22,7 @@ from nbengine.magics.engine import EngineMagics, farewell
 from nbengine.magics.generate import GenerateMagics
 from nbengine.magics.kept_prompts.shelf import Shelf
 from nbengine.magics.kept_runs.recording import Recorder
+from nbengine.magics.playground.magic import PlaygroundMagics
 from nbengine.magics.prompts import PromptsMagics
 from nbengine.magics.runs import RunsMagics
 from nbengine.magics.session import Backend, NotebookSession
@@ -121,6 +122,7 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
             DashboardMagics(shell, session, config),
             runs,
             PromptsMagics(shell, shelf, recorder),
+            PlaygroundMagics(shell, session, config, recorder, shelf),
         ),
     )
     extension.install()

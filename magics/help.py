@@ -51,6 +51,7 @@ Then ask it something:
 
   %%chat                          a conversation, with all that was said before in mind; %chat -h
   %%prompt NAME                   keep a prompt with {variables}; %generate @NAME x=… asks with it; %prompts lists them
+  %playground                     edit a prompt and ask it with two settings side by side
   %runs                           all that was asked before, to search, compare and ask again; %runs -h
   %%generate -h                   the flags: sampling, formats, -o NAME, -a for the background, -t RANK
   %config NBEngine                the defaults

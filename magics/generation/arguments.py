@@ -150,7 +150,7 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     )
     _add_request_flags(parser, expand)
     parser.add_argument("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
-    _add_sampling_flags(parser, expand)
+    add_sampling_flags(parser, expand)
     add_constraint_flags(parser)
     add_template_flags(parser, expand)
     parser.add_argument("--no-stream", action="store_true", help="show the answer when it is complete")
@@ -223,7 +223,7 @@ def _add_request_flags(parser: MagicParser, expand: Expand) -> None:
     )
 
 
-def _add_sampling_flags(parser: MagicParser, expand: Expand) -> None:
+def add_sampling_flags(parser: MagicParser, expand: Expand) -> None:
     """Add the flags of the sampling parameters, constraints apart; those that take a list are compared."""
 
     def number(kind: Callable[[str], Any]) -> Callable[[str], Any]:

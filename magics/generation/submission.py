@@ -55,7 +55,7 @@ class Submitter:
         params = self.params(engine, options)
         messages = self._messages(engine, options)
         if messages is None and options.kept is not None:
-            options = replace(options, prompt=_as_text(options.kept, engine.name))
+            options = replace(options, prompt=as_text(options.kept, engine.name))
         if prompt is None:
             prompt = options.prompt
             if messages is not None:
@@ -159,8 +159,12 @@ class Submitter:
             )
 
 
-def _as_text(kept: Filled, engine: str) -> str:
-    """Return a kept prompt as one text, for a model or a line without a chat template."""
+def as_text(kept: Filled, engine: str) -> str:
+    """Return a kept prompt as one text, for a model or a line without a chat template.
+
+    Raises:
+        UsageError: it has roles.
+    """
     if kept.text is None:
         raise UsageError(
             f"@{kept.name}: the prompt has roles, which only a chat template can say: it cannot go with --raw, nor to an "

@@ -159,7 +159,8 @@ class Recorder:
 
 def _kept_prompt(options: GenerateOptions) -> dict[str, Any]:
     kept = options.kept
-    if kept is None:
+    # A prompt of the playground that nobody has kept has no version.
+    if kept is None or not kept.version:
         return {}
     return {
         "prompt_name": kept.name,
