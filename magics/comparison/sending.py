@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from IPython.core.error import UsageError
 
@@ -139,11 +140,11 @@ def room_of(engine: AttachedEngine) -> int:
 
 
 def kept_by_position(
-    questions: Sequence[str], answers: Mapping[str, Sequence[Mapping[str, object]]]
-) -> dict[int, Mapping[str, object]]:
+    questions: Sequence[str], answers: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[int, Mapping[str, Any]]:
     """Give each position a kept run that has answered its question, each run to one position alone."""
     unused = {question: list(runs)[::-1] for question, runs in answers.items()}
-    found: dict[int, Mapping[str, object]] = {}
+    found: dict[int, Mapping[str, Any]] = {}
     for position, question in enumerate(questions):
         runs = unused.get(question)
         if runs:
