@@ -16,6 +16,8 @@ from nbengine.magics.session import AttachedEngine
 
 AHEAD = 2
 """Requests that are sent for each one that an engine computes at once: the next ones wait in the engine."""
+LEAST_ROOM = 256
+"""The least requests that an engine has at once: so many cost nobody anything, and the engine shows them."""
 MOST_IN_A_STEP = 512
 """The most requests that are made between two looks at the answers."""
 
@@ -136,7 +138,8 @@ class Sender:
 def room_of(engine: AttachedEngine) -> int:
     """Return the most requests of a comparison that an engine has at once."""
     config = engine.client.config
-    return AHEAD * config.scheduler.max_num_seqs * max(1, config.parallel.data_parallel_size)
+    at_once = config.scheduler.max_num_seqs * max(1, config.parallel.data_parallel_size)
+    return max(LEAST_ROOM, AHEAD * at_once)
 
 
 def kept_by_position(
