@@ -30,7 +30,7 @@ _MOST_ROWS = 200
 
 
 class Deeds(Protocol):
-    """What can be done with a result by its position; each may raise NBEngineError."""
+    """The deeds that can be done with a result by its position; each may raise NBEngineError."""
 
     def ask_again(self, position: int) -> Request:
         """Send the request once more."""

@@ -17,7 +17,7 @@ from nbengine.magics.session import AttachedEngine
 AHEAD = 2
 """Requests that are sent for each one that an engine computes at once: the next ones wait in the engine."""
 LEAST_ROOM = 256
-"""The least requests that an engine has at once: so many cost nobody anything, and the engine shows them."""
+"""The least room of an engine: this number of requests costs nobody anything, and the engine shows that they wait."""
 MOST_IN_A_STEP = 512
 """The most requests that are made between two looks at the answers."""
 
