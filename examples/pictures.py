@@ -65,6 +65,7 @@ EXAMPLES = {
     "07_kv_cache": "display(board.static(), raw=True)",
     "08_tools": "%%chat --reset --tools parcel",
     "09_server": "%engine status",
+    "10_watching": "%engine history",
 }
 """For each notebook, the beginning of the cell that is shown."""
 

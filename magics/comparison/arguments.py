@@ -39,7 +39,7 @@ from nbengine.sampling_params import SamplingParams
 VARIED_FLAGS = ("system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "thinking_budget", "seed")
 """Flags that take a list, outermost first; those of `--set` and the engines follow them."""
 RETRIES = 2
-"""How often a request is sent again that an engine core has lost."""
+"""The number of times that a request is sent again which an engine core has lost."""
 _LIST_PARAMETERS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 """Parameters whose value is a list: only a list of lists gives them several values."""
 

@@ -30,7 +30,7 @@ _MOST_ROWS = 200
 
 
 class Deeds(Protocol):
-    """What can be done with a result by its position; each may raise NBEngineError."""
+    """The deeds that can be done with a result by its position; each may raise NBEngineError."""
 
     def ask_again(self, position: int) -> Request:
         """Send the request once more."""
@@ -101,8 +101,8 @@ class CellsView:
         elif kind == "diff" and self._has(asked.get("first")) and self._has(asked.get("second")):
             texts = [self.result[asked[name]].text for name in ("first", "second")]
             self._send({"kind": "diff", "parts": [[part.kind, part.text] for part in word_diff(*texts)]})
-        elif self._has(position := asked.get("position")):
-            self._do_with(position, asked)
+        elif self._has(asked.get("position")):
+            self._do_with(asked["position"], asked)
 
     def _do_with(self, position: int, asked: dict[str, Any]) -> None:
         if asked["kind"] == "thumb" and asked.get("thumb") in (1, -1, 0):

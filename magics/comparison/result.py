@@ -44,7 +44,7 @@ class ComparisonResult(ShownOnce):
         self.num_each = num_each
         self.scores = Scores(scores)
         self.thumbs: dict[int, int] = {}
-        """What a person has said of results in the grid, by position: 1 is a thumb up, -1 one down."""
+        """The thumbs that a person has given results in the grid, by position: 1 is up, -1 is down."""
 
     @property
     def finished(self) -> bool:

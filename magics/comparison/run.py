@@ -124,7 +124,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ComparisonDeeds:
-    """What the cells of a comparison's grid can do."""
+    """The deeds that the cells of a comparison's grid can do."""
 
     comparison: Comparison
     submitter: Submitter

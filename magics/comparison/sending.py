@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from IPython.core.error import UsageError
 
@@ -15,6 +16,8 @@ from nbengine.magics.session import AttachedEngine
 
 AHEAD = 2
 """Requests that are sent for each one that an engine computes at once: the next ones wait in the engine."""
+LEAST_ROOM = 256
+"""The least room of an engine: this number of requests costs nobody anything, and the engine shows that they wait."""
 MOST_IN_A_STEP = 512
 """The most requests that are made between two looks at the answers."""
 
@@ -135,15 +138,16 @@ class Sender:
 def room_of(engine: AttachedEngine) -> int:
     """Return the most requests of a comparison that an engine has at once."""
     config = engine.client.config
-    return AHEAD * config.scheduler.max_num_seqs * max(1, config.parallel.data_parallel_size)
+    at_once = config.scheduler.max_num_seqs * max(1, config.parallel.data_parallel_size)
+    return max(LEAST_ROOM, AHEAD * at_once)
 
 
 def kept_by_position(
-    questions: Sequence[str], answers: Mapping[str, Sequence[Mapping[str, object]]]
-) -> dict[int, Mapping[str, object]]:
+    questions: Sequence[str], answers: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[int, Mapping[str, Any]]:
     """Give each position a kept run that has answered its question, each run to one position alone."""
     unused = {question: list(runs)[::-1] for question, runs in answers.items()}
-    found: dict[int, Mapping[str, object]] = {}
+    found: dict[int, Mapping[str, Any]] = {}
     for position, question in enumerate(questions):
         runs = unused.get(question)
         if runs:

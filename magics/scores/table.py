@@ -45,7 +45,8 @@ class Scores:
 
     def forget(self, position: int) -> None:
         """Remove the scores of one result, whose answers are others now."""
-        for known in (*self.values.values(), *self.errors.values()):
+        columns: list[dict[Place, Any]] = [*self.values.values(), *self.errors.values()]
+        for known in columns:
             for place in [place for place in known if place[0] == position]:
                 del known[place]
         del self._found[position]

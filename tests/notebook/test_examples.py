@@ -317,6 +317,21 @@ def test_tools_are_called_as_the_example_says(run_example: RunExample) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+def test_an_engine_that_has_more_to_do_than_it_takes_is_watched_as_the_example_says(
+    run_example: RunExample,
+) -> None:
+    code = run_example("10_watching")
+    shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
+    assert shown["answers = await told"] == "(24, True)"
+    assert shown["from nbengine import AsyncLLM"] == "(4, True)"
+    history = shown["%engine history --last 2m"]
+    assert "tokens" in history
+    kept = next(text for line, text in shown.items() if line.startswith("%runs"))
+    assert "How does a piano work?" in kept
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_openais_client_is_answered_by_the_notebooks_engine_as_the_example_says(
     run_example: RunExample,
 ) -> None:

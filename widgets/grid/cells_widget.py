@@ -35,11 +35,11 @@ class CellsWidget(anywidget.AnyWidget):
     _css = stylesheet("cells")
 
     grid = traitlets.Unicode().tag(sync=True)
-    """The id of the table, by which the table of scores finds it."""
-    columns = traitlets.List().tag(sync=True)
+    """The id of the table; the table of scores finds it by this."""
+    columns: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """The labels of the columns, each a list of names and values."""
     num_rows = traitlets.Int().tag(sync=True)
-    first_rows = traitlets.List().tag(sync=True)
+    first_rows: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """The first rows, for pages in which no kernel answers."""
     foot = traitlets.List(traitlets.Unicode()).tag(sync=True)
     """The lines below the grid."""

@@ -172,36 +172,6 @@ def test_the_keyboard_sorts_a_grid_by_its_scores_and_leaves_the_rows_that_differ
     assert order() == ["0", "1"]
 
 
-def test_a_grid_of_many_rows_is_judged_compared_and_read_on(hostile: tuple[Cockpit, dict[str, int]]) -> None:
-    cockpit, _ = hostile
-    cockpit.run("many = [f'number {row}' for row in range(300)]")
-    line = "%%generate --raw --each many --temperature 0,1 --max-tokens 30 --set ignore_eos=true -o judged\n{many}"
-    cell = cockpit.start(line)
-    cockpit.finish(cell)
-    output = cockpit.output(cell)
-    rows = output.locator("tr[data-row]")
-    expect(output.locator("thead th[scope=col]")).to_have_count(3)
-    expect(rows.first).to_contain_text("number 0")
-    drawn = rows.count()
-    assert drawn < 300
-    expect(output.locator(".nbc-note", has_text="more rows")).to_be_visible()
-    first, second = (rows.first.locator("td").nth(column) for column in (0, 1))
-    first.get_by_role("button", name="good").click()
-    expect(first.get_by_role("button", name="good")).to_have_attribute("aria-pressed", "true")
-    second.get_by_role("button", name="bad").press("Enter")
-    expect(second.get_by_role("button", name="bad")).to_have_attribute("aria-pressed", "true")
-    assert "[1, -1, None]" in cockpit.run("[row['thumb'] for row in judged.rows()[:3]]")
-    first.get_by_role("button", name="compare with another answer").click()
-    second.get_by_role("button", name="compare with another answer").click()
-    expect(output.locator(".nbc-diff ins").first).to_be_visible()
-    second.get_by_role("button", name="ask this again").click()
-    expect(second.get_by_role("button", name="bad")).to_have_attribute("aria-pressed", "false")
-    screenshot(output, "cockpit-grid-many")
-    output.locator(".nbc-note", has_text="more rows").scroll_into_view_if_needed()
-    expect(rows.nth(drawn)).to_be_attached()
-    assert_harmless(cockpit)
-
-
 def test_a_click_on_a_token_begins_a_branch_that_streams(hostile: tuple[Cockpit, dict[str, int]]) -> None:
     cockpit, _ = hostile
     # An answer takes half a minute, so that it does not end before the page has shown a part of it.
@@ -266,3 +236,32 @@ def test_plain_text_is_no_mathematics(hostile: tuple[Cockpit, dict[str, int]]) -
     for cell in cells:
         expect(cockpit.output(cell)).to_contain_text(prices)
         expect(cockpit.output(cell).locator("mjx-container")).to_have_count(0)
+
+
+def test_a_grid_of_many_rows_is_judged_compared_and_read_on(hostile: tuple[Cockpit, dict[str, int]]) -> None:
+    cockpit, _ = hostile
+    cockpit.run("many = [f'number {row}' for row in range(300)]")
+    line = "%%generate --raw --each many --temperature 0,1 --max-tokens 30 --set ignore_eos=true -o judged\n{many}"
+    cell = cockpit.start(line)
+    cockpit.finish(cell)
+    output = cockpit.output(cell)
+    rows = output.locator("tr[data-row]")
+    expect(output.locator("thead th[scope=col]")).to_have_count(3)
+    expect(rows.first).to_contain_text("number 0")
+    drawn = rows.count()
+    assert drawn < 300
+    expect(output.locator(".nbc-note", has_text="more rows")).to_be_visible()
+    first, second = (rows.first.locator("td").nth(column) for column in (0, 1))
+    first.get_by_role("button", name="a thumb up").click()
+    expect(first.get_by_role("button", name="a thumb up")).to_have_attribute("aria-pressed", "true")
+    second.get_by_role("button", name="a thumb down").press("Enter")
+    expect(second.get_by_role("button", name="a thumb down")).to_have_attribute("aria-pressed", "true")
+    assert "[1, -1, None]" in cockpit.run("[row['thumb'] for row in judged.rows()[:3]]")
+    first.get_by_role("button", name="compare with another answer").click()
+    second.get_by_role("button", name="compare with another answer").click()
+    expect(output.locator(".nbc-diff ins").first).to_be_visible()
+    second.get_by_role("button", name="ask this again").click()
+    expect(second.get_by_role("button", name="a thumb down")).to_have_attribute("aria-pressed", "false")
+    output.locator(".nbc-note", has_text="more rows").scroll_into_view_if_needed()
+    expect(rows.nth(drawn)).to_be_attached()
+    assert_harmless(cockpit)

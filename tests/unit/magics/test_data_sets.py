@@ -11,6 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine import runs
 from nbengine.errors import EngineDeadError, RequestError, RequestLostError
+from nbengine.magics.comparison import sending
 from nbengine.magics.comparison.axes import Axis, Choice
 from nbengine.magics.comparison.result import ComparisonResult
 from nbengine.magics.comparison.sending import Sender, kept_by_position
@@ -29,6 +30,12 @@ def blank(number: int) -> ComparisonResult:
     axis = Axis("row", tuple(Choice(row, row) for row in range(number)))
     settings = [{"row": row} for row in range(number)]
     return ComparisonResult([axis], settings, [GenerationResult("", str(row)) for row in range(number)])
+
+
+@pytest.fixture(autouse=True)
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine have no more than twice as many requests as it computes at once."""
+    monkeypatch.setattr(sending, "LEAST_ROOM", 1)
 
 
 class Flights:

@@ -5,8 +5,8 @@ import { control, element } from "./dom.js";
 const ROWS_AT_ONCE = 40;
 const NO_KERNEL = "No kernel answers: run the cell again.";
 const THUMBS = [
-  [1, "👍", "good"],
-  [-1, "👎", "bad"],
+  [1, "good", "a thumb up for this answer"],
+  [-1, "bad", "a thumb down for this answer"],
 ];
 
 class Grid {
@@ -108,6 +108,10 @@ class Grid {
 
   fill(place, position, cell) {
     place.replaceChildren();
+    const columns = this.model.get("columns");
+    const own = this.labels("div", columns[position % columns.length]);
+    own.classList.add("nbc-own");
+    place.append(own);
     const text = element("div", "nbc-text nbc-clamped");
     cell.answers.forEach((answer, number) => {
       if (cell.answers.length > 1) text.append(element("div", "nbc-note", {}, `${number + 1}.`));

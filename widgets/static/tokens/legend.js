@@ -16,7 +16,7 @@ export function makeLegend(onNext) {
   const legend = element("div", "nbt-legend");
   const scale = element("span", "nbt-scale", { "aria-hidden": "true" });
   for (let shade = 0; shade < SHADES; shade++) {
-    scale.append(element("span", "nbt-token nbt-swatch", shade ? { "data-shade": shade } : {}));
+    scale.append(element("span", "nbt-swatch", shade ? { "data-shade": shade } : {}));
   }
   const words = ["certain", "unlikely"].map((text) => {
     const word = element("span", "");
