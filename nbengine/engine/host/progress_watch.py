@@ -46,7 +46,7 @@ class _Watched:
     is_reported: bool = False
     is_overdue: bool = False
     said: str = ""
-    """What its last report said of what it does, and why it stands."""
+    """The words of its last report: what it does, and why it stands."""
 
     @property
     def kind(self) -> str:

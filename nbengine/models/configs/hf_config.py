@@ -15,7 +15,7 @@ from nbengine.models.configs.usual_names import with_usual_names
 
 _ORIGINAL = "original_max_position_embeddings"
 _LENGTHENING = ("linear", "dynamic", "yarn")
-"""The kinds of rotary scaling by which `max_position_embeddings` is to be multiplied."""
+"""The kinds of rotary scaling whose factor multiplies `max_position_embeddings`."""
 _SCALED_ALREADY = "gemma3"
 """The beginning of the types of models whose `max_position_embeddings` is the longer context."""
 FAMILIES_KEY = "nbengine_families"
