@@ -293,7 +293,8 @@ async def test_thousands_of_bad_requests_disturb_nobody_and_take_no_memory(serve
     await storm.rage(1000, 4)
     descriptors, resident = served.process.num_fds(), served.process.memory_info().rss
     await storm.rage(4000, 8)
-    assert served.process.memory_info().rss - resident < 16 * MEGABYTE
+    # One large body that each of a few dozen requests left behind would be more.
+    assert served.process.memory_info().rss - resident < 64 * MEGABYTE
     assert set(storm.texts) == {expected}
     assert {400, 403, 404, 405, 413, 415} <= storm.statuses <= {0, 400, 403, 404, 405, 413, 415, 431}
     served.idle()
