@@ -31,7 +31,7 @@ _CODE = f"{PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
 
 LATE = (
     "<style>@keyframes nbe-late { from, to { visibility: hidden } }</style>"
-    f'<div {PLAIN} class="nbe-late" style="{MUTED};animation:nbe-late 20s">'
+    f'<div class="nbe-late" style="{MUTED};animation:nbe-late 20s">'
     "nothing new for a while: after this page was loaded again, <code>%engine recover</code> shows the answer</div>"
 )
 """A line below an answer that streams: the style hides it for as long as the answer is replaced by a later one.

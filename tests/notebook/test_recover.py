@@ -95,7 +95,8 @@ def test_a_page_loaded_again_in_the_middle_of_an_answer_shows_all_of_it(
     wait_for_text(page, ALPHABET * 2, 2)
     save(page)
     late = page.locator(".jp-CodeCell").nth(2).locator(".nbe-late")
-    assert not late.is_visible()
+    expect(late).to_be_attached()
+    expect(late).to_be_hidden()
     reload(page)
     # Nothing replaces what the page has kept: the hint stays, and is shown after a while.
     expect(late).to_be_visible(timeout=120_000)
