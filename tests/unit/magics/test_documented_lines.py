@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine import cli
+from nbengine.cli import command
 from nbengine.magics.arguments import HelpRequested, split_words
 from nbengine.magics.comparison.arguments import parse_request
 from nbengine.magics.config import NBEngine
@@ -115,7 +115,7 @@ def test_commands_of_the_shell_are_understood(name: str) -> None:
         words = [PLACES.get(word, word.strip("[]")) for word in shlex.split(line)[1:]]
         if words == ["--version"]:
             continue
-        _, further = cli._parser().parse_known_args(words)
+        _, further = command._parser().parse_known_args(words)
         if words[0] not in ("fit", "serve"):
             assert further == [], line
             continue
