@@ -116,7 +116,7 @@ def test_commands_of_the_shell_are_understood(name: str) -> None:
         if words == ["--version"]:
             continue
         _, further = command._parser().parse_known_args(words)
-        if words[0] not in ("fit", "serve"):
+        if words[0] not in ("fit", "serve", "start", "chat"):
             assert further == [], line
             continue
         parser = start_parser(words[0], f"nbengine {words[0]}")
