@@ -198,6 +198,10 @@ def begin_comparison(
 
     deeds = ComparisonDeeds(comparison, submitter, recorder)
     sender = Sender(result, engines, deeds.prepare, on_sent, foreground=foreground, retries=plan.retries)
+    unanswered = [position for position, found in enumerate(result) if not found.finished]
+    if unanswered:
+        # What is wrong with the line is wrong with all its requests: nothing is sent then.
+        deeds.prepare(unanswered[0])
     try:
         sender.fill()
         view = grid_view(shell, plan, params, result, submitter.views, deeds)

@@ -90,6 +90,8 @@ class ChatCellView(CellView):
     `reading` says how reasoning is told from the answer.
     """
 
+    tells_speed = False
+
     def __init__(
         self, shell: InteractiveShell, appearance: Appearance, reading: AnswerReading, notes: AnswerNotes
     ) -> None:

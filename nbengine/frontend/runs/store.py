@@ -26,8 +26,6 @@ DELETE FROM runs WHERE run IN (
     WHERE before < ?
 )"""
 """The oldest runs go whose texts together have a number of bytes, and at least one."""
-_HIDDEN = ("size", "question")
-"""Columns that no row shows."""
 
 
 class RunStore:
@@ -260,7 +258,7 @@ def _answers_contain(part: str, outputs: str) -> bool:
 
 
 def _row(stored: sqlite3.Row) -> dict[str, Any]:
-    row = {name: stored[name] for name in stored.keys() if name not in _HIDDEN}  # noqa: SIM118 (a row iterates over values)
+    row = {name: stored[name] for name in stored.keys() if name != "size"}  # noqa: SIM118 (a row iterates over values)
     row |= {name: json.loads(row[name]) for name in JSON_COLUMNS}
     row["pinned"] = bool(row["pinned"])
     return {**row, **{name: value for name, value in row["settings"].items() if name not in row}}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine import cli
+from nbengine.cli import command
 from nbengine.magics.arguments import HelpRequested, split_words
 from nbengine.magics.comparison.arguments import parse_request
 from nbengine.magics.config import NBEngine
@@ -115,8 +115,8 @@ def test_commands_of_the_shell_are_understood(name: str) -> None:
         words = [PLACES.get(word, word.strip("[]")) for word in shlex.split(line)[1:]]
         if words == ["--version"]:
             continue
-        _, further = cli._parser().parse_known_args(words)
-        if words[0] not in ("fit", "serve"):
+        _, further = command._parser().parse_known_args(words)
+        if words[0] not in ("fit", "serve", "start", "chat"):
             assert further == [], line
             continue
         parser = start_parser(words[0], f"nbengine {words[0]}")

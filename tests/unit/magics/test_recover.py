@@ -76,7 +76,7 @@ def test_of_a_comparison_in_which_some_fail_only_the_others_count_as_seen(
     shell: InteractiveShell, engine: FakeClient, capsys: Capture
 ) -> None:
     engine.words = None
-    said(shell, "%%generate -a --temperature 0,0.7\nhi", capsys)
+    said(shell, "%%generate -a --temperature 0,0.7 --retries 0\nhi", capsys)
     engine.emit("so far", index=0)
     engine.collectors[0].put_error(RequestLostError(1, "engine core 1 ended"))
     engine.emit("whole", "stop", index=1)
