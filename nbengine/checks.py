@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, UnknownArgumentError, quoted
+from nbengine.grammar_schemas import looks_around
 from nbengine.plain import is_ordered, plain, plain_list, plain_name
 
 MAX_LINE = 4096
@@ -206,6 +207,13 @@ def require_text(name: str, value: object) -> None:
         raise InvalidTypeError(name, value, "a string")
     require(name, value, bool(value), "not empty")
     require_utf8(name, value)
+
+
+def require_regex(name: str, value: object) -> None:
+    """Raise unless `value` is a regular expression as far as it can be told without the library that reads it."""
+    require_text(name, value)
+    allowed = "without look-around, back references, word boundaries, atomic groups and the flag m, which no grammar has"
+    require(name, value, not looks_around(value), allowed)
 
 
 def require_line(name: str, value: object) -> None:

@@ -31,8 +31,15 @@ LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 """Keywords whose value is a list of schemas."""
 MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 """Keywords whose value is a mapping of names, or patterns, to schemas."""
-_LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\(\?P=")
-"""The parts of a pattern that no regular grammar has: look-around and back references."""
+_TOKEN = re.compile(
+    r"(?s)(?P<around>\(\?(?:[=!]|<[=!]|P=|>|[a-ln-z]*m)|\\[1-9bB]|\\k<)|\(\?#(?P<comment>[^)]*)\)|\\c(?P<control>[A-Za-z])"
+    r"|(?P<end>\\Z)|(?P<opening>\[\^?\]?)|\\.|."
+)
+"""A part of a pattern outside of a class. No regular grammar has those `around`: look-around, back references, word
+boundaries, atomic groups, lines."""
+_TOKEN_IN_CLASS = re.compile(
+    r"(?s)\\c(?P<control>[A-Za-z])|(?P<backspace>\\b)|(?P<opening>\[\^?\]?)|(?P<closing>\])|\\.|."
+)
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _COUNTS = ("maxLength", "maxItems", "maxProperties")
 _LARGEST_BOUND = 10**17
@@ -70,7 +77,9 @@ def for_grammar(schema: Any) -> Any:
         return False
     kept = {key: value for key, value in schema.items() if not _is_left_out(key, value)}
     if isinstance(named := kept.get("patternProperties"), Mapping):
-        kept["patternProperties"] = {key: own for key, own in named.items() if not looks_around(key)}
+        kept["patternProperties"] = {regular(key): own for key, own in named.items() if not looks_around(key)}
+    if "pattern" in kept:
+        kept["pattern"] = regular(kept["pattern"])
     kept |= {key: _mapped(key, kept[key]) for key in (*ONE, *LISTS, *MAPS) if key in kept}
     return _with_names(kept) if "propertyNames" in kept else kept
 
@@ -103,7 +112,39 @@ def list_at(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 def looks_around(pattern: object) -> bool:
     """Return whether a pattern has parts that no regular grammar has."""
-    return isinstance(pattern, str) and _LOOK_AROUND.search(pattern) is not None
+    return isinstance(pattern, str) and any(
+        token["around"] for _, token in _tokens(pattern) if token.re is _TOKEN
+    )
+
+
+def regular(pattern: Any) -> Any:
+    """Return a pattern of Python or JavaScript in the words of the grammar library, which allow the same: it does not
+    know the end of a text as Python writes it, control characters by their letters, and comments."""
+    if not isinstance(pattern, str):
+        return pattern
+    return "".join(_regular_token(token) for _, token in _tokens(pattern))
+
+
+def _tokens(pattern: str) -> Iterator[tuple[int, re.Match[str]]]:
+    """Take a pattern apart: each part with the number of classes that it is in."""
+    depth = place = 0
+    while token := (_TOKEN_IN_CLASS if depth else _TOKEN).match(pattern, place):
+        yield depth, token
+        place = token.end()
+        if token["opening"]:
+            depth += 1
+        elif depth and token["closing"]:
+            depth -= 1
+
+
+def _regular_token(token: re.Match[str]) -> str:
+    if token["control"]:
+        return f"\\x{ord(token['control']) % 32:02x}"
+    if token.re is _TOKEN_IN_CLASS:
+        return r"\x08" if token["backspace"] else token[0]
+    if token["comment"] is not None:
+        return ""
+    return r"\z" if token["end"] else token[0]
 
 
 def _mapped(key: str, value: object) -> object:

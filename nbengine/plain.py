@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, is_dataclass
@@ -10,6 +11,7 @@ from os import PathLike, fsdecode
 from typing import Any, TypeGuard
 
 _PLAIN = frozenset((int, float, str, bool, bytes, type(None)))
+_REGEX_FLAGS = {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 
 
 def plain(value: object) -> object:
@@ -59,6 +61,14 @@ def plain_name(value: object) -> object:
     if (kind.__module__, kind.__name__) == ("torch", "dtype"):
         return str(value).removeprefix("torch.")
     return plain(value)
+
+
+def plain_regex(value: object) -> object:
+    """Return the text of a compiled regular expression, with its flags written inside, else what `plain` returns."""
+    if not isinstance(value, re.Pattern) or not isinstance(value.pattern, str) or value.flags & re.ASCII:
+        return plain(value)
+    flags = "".join(letter for letter, flag in _REGEX_FLAGS.items() if value.flags & flag)
+    return f"(?{flags}){value.pattern}" if flags else value.pattern
 
 
 def plain_list(value: object) -> object:

@@ -23,12 +23,13 @@ from nbengine.checks import (
     require_fits_logits,
     require_int,
     require_number,
+    require_regex,
     require_text,
     require_true,
 )
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 from nbengine.json_schemas import schema_of
-from nbengine.plain import plain, plain_list
+from nbengine.plain import plain, plain_list, plain_regex
 
 MAX_LOGPROBS = 20
 MAX_N = 16384
@@ -65,7 +66,7 @@ class StructuredOutputsParams(
     `json` is a JSON schema: a dictionary, its text, or a class (pydantic, dataclass, attrs, msgspec, TypedDict)
     or type that has one. What no grammar can keep of it (formats that JSON Schema does not define,
     `uniqueItems`, look-around in patterns) is named in a warning (`UnenforcedSchemaWarning`). `regex` is
-    matched against the whole output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's
+    matched against the whole output (the syntax of Rust's regex crate, or what `re.compile` gives). `grammar` is in Lark's or GBNF's
     syntax. The text of a special token in a choice, a constant or a regular expression is text; a grammar can
     name the token itself (`<|name|>` without quotes). In JSON the output may have a space or an indented new
     line between its parts; `disable_any_whitespace` forbids these, and `whitespace_pattern` is a regular
@@ -96,6 +97,9 @@ class StructuredOutputsParams(
             value = checked_json_schema("structured_outputs.json", schema_of(value))
             msgspec.structs.force_setattr(self, "json", value)
             return self._check_whitespace(kind)
+        elif kind == "regex":
+            value = plain_regex(value)
+            msgspec.structs.force_setattr(self, "regex", value)
         elif kind == "choice":
             value = plain_list(value)
             msgspec.structs.force_setattr(self, "choice", value)
@@ -407,7 +411,7 @@ def _checked_output_kind(value: Any) -> RequestOutputKind:
 
 _CONSTRAINTS: dict[str, Callable[[str, object], object]] = {
     "json": checked_json_schema,
-    "regex": require_text,
+    "regex": require_regex,
     "choice": require_choices,
     "grammar": require_text,
     "json_object": require_true,

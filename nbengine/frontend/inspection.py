@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from nbengine.checks import MAX_TIMEOUT, checked_token_ids, require, require_method, require_number
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.history import DEFAULT_HISTORY_TIMEOUT, read_history
-from nbengine.errors import NBEngineError
+from nbengine.errors import NBEngineError, NotSupportedError
 from nbengine.metrics.history import MetricsHistory
 from nbengine.metrics.stats import EngineStats
 from nbengine.runtime.connection import ConnectionInfo
@@ -30,6 +30,12 @@ class Inspection(ABC):
 
     engine_core: EngineCoreClient
     _tokenizer: PreTrainedTokenizerFast
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied: what an engine gives is data, the engine itself is not."""
+        raise NotSupportedError(
+            "an engine cannot be pickled or copied; another process becomes a client of it with AsyncLLM.attach(NAME)"
+        )
 
     @property
     @abstractmethod

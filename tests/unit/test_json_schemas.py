@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, SecretStr, TypeAdapter
 
 from nbengine.engine.core.grammar_check import GrammarSource, _checked
@@ -125,6 +125,33 @@ def test_unknown_formats_are_annotations(form: str) -> None:
         ({"$defs": {"A": {"not": {"const": 1}}}}, ["#/$defs/A: not"]),
         ({"anyOf": [{"type": "null"}, {"if": {}, "then": {}}]}, ["#/anyOf/1: if"]),
         ({"unevaluatedProperties": False}, ["#: unevaluatedProperties"]),
+        *(
+            ({"pattern": pattern}, [f"#: pattern {pattern!r}, which looks around or back"])
+            for pattern in (
+                r"\bab\b",
+                r"a\B",
+                r"(?P<n>a)(?P=n)",
+                r"(?<n>a)\k<n>",
+                "(?>a)b",
+                "(?im)^a$",
+                "(?<!x)a",
+            )
+        ),
+        *(
+            ({"pattern": pattern}, [])
+            for pattern in (
+                r"\(?=a",
+                "[(?=]a",
+                r"[\b]a",
+                r"a\Z",
+                r"\cA",
+                "(?#(?=x)a",
+                "(?s:.)",
+                r"\\b",
+                "[]\\b]",
+                "[a[b]]c",
+            )
+        ),
         ({"pattern": "^(?!x)a"}, ["#: pattern '^(?!x)a', which looks around or back"]),
         ({"patternProperties": {"(a)\\1": {}}}, ["#: pattern '(a)\\\\1', which looks around or back"]),
         ({"oneOf": [{"minLength": 1}, {"maxLength": 3}]}, ["#: oneOf, which is taken as anyOf"]),
@@ -176,6 +203,35 @@ def test_what_a_grammar_cannot_keep_is_named_with_its_path(schema: dict[str, Any
             warn_of_unenforced("structured_outputs.json", form)
         assert [warning.category for warning in caught] == [UnenforcedSchemaWarning] * bool(named)
         assert all(name in str(warning.message) for warning in caught for name in named)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fitting", "others"),
+    [
+        (r"^ab\Z", ["ab"], ["ab\n", "abc"]),
+        (r"^\cA\cz[\cB]$", ["\x01\x1a\x02"], ["A"]),
+        (r"^[\b]$", ["\b"], ["b"]),
+        (r"^a(?#some (?= words)b$", ["ab"], ["a"]),
+        (r"^[(?=]a$", ["(a", "=a"], ["a"]),
+        (r"^\(?=a$", ["=a", "(=a"], ["a"]),
+        (r"^\\b$", ["\\b"], ["b"]),
+    ],
+)
+def test_what_python_and_javascript_write_in_patterns_is_kept(
+    pattern: str, fitting: list[str], others: list[str]
+) -> None:
+    schema = for_grammar({"type": "string", "pattern": pattern, "patternProperties": {pattern: {}}})
+    assert unenforced({"type": "string", "pattern": pattern}) == []
+    assert schema["pattern"] in schema["patternProperties"]
+    grammar = LLMatcher.grammar_from_regex(schema["pattern"])
+    assert [text for text in (*fitting, *others) if accepts(grammar, text)] == fitting
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Return whether a grammar takes the whole of a text."""
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, grammar)
+    return bool(matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting())
 
 
 ODD = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -99,3 +100,31 @@ def test_a_tuple_of_choices_is_a_list() -> None:
 def test_sampling_params_take_nothing_else_for_structured_outputs() -> None:
     with pytest.raises(InvalidTypeError, match="structured_outputs must be StructuredOutputsParams"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("compiled", "text"),
+    [
+        (re.compile("ab"), "ab"),
+        (re.compile("a.b", re.IGNORECASE | re.DOTALL), "(?is)a.b"),
+        (re.compile("a b", re.VERBOSE), "(?x)a b"),
+    ],
+)
+def test_a_compiled_regular_expression_is_its_text(compiled: re.Pattern[str], text: str) -> None:
+    assert StructuredOutputsParams(regex=compiled).regex == text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"\bab",
+        r"(?=a)a",
+        r"(a)\1",
+        re.compile("^a$", re.MULTILINE),
+        re.compile(b"a"),
+        re.compile("a", re.ASCII),
+    ],
+)
+def test_a_regular_expression_that_no_grammar_has_is_refused_before_it_is_sent(regex: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"structured_outputs\.regex"):
+        StructuredOutputsParams(regex=regex)

@@ -17,7 +17,7 @@ import sys
 import msgspec
 
 from nbengine.errors import RequestError
-from nbengine.grammar_schemas import for_grammar
+from nbengine.grammar_schemas import for_grammar, regular
 from nbengine.json_schemas import parts_of
 from nbengine.runtime.limited_process import LimitedProcess, serve
 
@@ -98,7 +98,7 @@ def guidance_grammar(source: GrammarSource) -> str:
             )
             grammar: str = LLMatcher.grammar_from_json_schema(schema, defaults=options)
         case "regex":
-            grammar = LLMatcher.grammar_from_regex(source.text)
+            grammar = LLMatcher.grammar_from_regex(regular(source.text))
         case "choice":
             grammar = LLMatcher.grammar_from_lark(
                 "start: " + " | ".join(map(_literal, json.loads(source.text)))

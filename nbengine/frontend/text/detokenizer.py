@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from nbengine.frontend.text.decoding import SpaceCleaner, TextDecoding
-from nbengine.frontend.text.stop_strings import StopStringMatcher
+from nbengine.frontend.text.stop_strings import StopMatch, StopStringMatcher
 from nbengine.ipc.messages import FinishReason
 from nbengine.sampling_params import SamplingParams
 
@@ -120,7 +120,11 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
             return self._finish(new_token_ids, finish_reason)
         for position, token_id in enumerate(new_token_ids, 1):
             self.token_ids.append(token_id)
-            if token_id in self._hidden_stops and len(self.token_ids) >= self._min_tokens:
+            if (
+                self._hidden_stops
+                and token_id in self._hidden_stops
+                and len(self.token_ids) >= self._min_tokens
+            ):
                 self.num_dropped_tokens = len(new_token_ids) - position
                 return self._end_at(self._hidden_stops[token_id])
             try:
@@ -153,15 +157,14 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         if self._cleaner is not None:
             chunk = self._behind_context(self._cleaner.feed(chunk))
         self._parts.append(chunk)
-        return None if self._matcher is None else self._match(chunk)
-
-    def _match(self, chunk: str) -> str | None:
-        """Return the stop string that the last part has completed, and cut the text there."""
+        # Each token comes here: a further call would cost it a hundredth of its time.
         if self._matcher is None:
             return None
         match = self._matcher.feed(chunk, may_stop=len(self.token_ids) >= self._min_tokens)
-        if match is None:
-            return None
+        return None if match is None else self._cut_at(match)
+
+    def _cut_at(self, match: StopMatch) -> str:
+        """End the text at a stop string, and return that."""
         text = "".join(self._parts)
         cut = match.end_from_end if self._include_stop else match.start_from_end
         self._parts = [text[: len(text) - cut]]
@@ -186,7 +189,9 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         if stop is None and self._cleaner is not None:
             rest = self._behind_context(self._cleaner.rest())
             self._parts.append(rest)
-            stop = self._match(rest)
+            if self._matcher is not None:
+                match = self._matcher.feed(rest, may_stop=len(self.token_ids) >= self._min_tokens)
+                stop = None if match is None else self._cut_at(match)
         return stop
 
     def _end_at(self, content: str) -> str:

@@ -14,6 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nbengine import AsyncLLM
+from nbengine.frontend.text import template_process
+from nbengine.frontend.text.template_process import TemplateProcess
 from nbengine.server.app import make_app
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.completions import CompletionRequest
@@ -118,12 +120,16 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(no_leftovers_of_module: None) -> Iterator[Service]:
-    with asyncio.Runner() as runner:
+    templates = TemplateProcess()
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        # Messages that may take long are rendered in a process, which stays.
+        patch.setattr(template_process, "_process", templates)
         llm = AsyncLLM("random-tiny", num_gpu_blocks_override=256, max_model_len=200, chat_template=TEMPLATE)
         service = Service(llm, runner)
         yield service
         service.close()
         llm.shutdown()
+        templates.shutdown()
 
 
 def complaint(reply: Reply) -> str:
@@ -137,7 +143,7 @@ def complaint(reply: Reply) -> str:
 
 
 WORDS = {
-    "echo": ["prompt_logprobs"],
+    "thinking_budget": ["budget_tokens"],  # Anthropic's word for it
     "input": ["prompt", "message"],
     "messages": ["message", "content", "prompt"],
     "system": ["message", "content", "prompt"],

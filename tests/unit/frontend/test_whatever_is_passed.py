@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nbengine import LLM, NBEngineError, PoolingParams, SamplingParams
-from nbengine.errors import UtilityError
+from nbengine.errors import NotSupportedError, UtilityError
 from nbengine.sampling_params import StructuredOutputsParams
 from tests.support.odd_values import ANYTHING, LARGE, SURROGATE, short_line
 from tests.support.thorough import amount
@@ -51,7 +53,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "score": {"text_1": "x", "text_2": "y", **POOLED},
     "call_utility": {"method": "is_sleeping", "timeout": None},
     "metrics": {"last": "1h", "rank": None, "timeout": 60.0},
-    "start_profile": {"directory": None, "max_steps": 1},
+    "start_profile": {"max_steps": 1},
     "check_health": {"timeout": 60.0},
     "reset_prefix_cache": {"reset_running_requests": False},
     "pause_generation": {"mode": "keep", "clear_cache": False},
@@ -73,13 +75,14 @@ WORDS = {
 """The words for one of several values, of which an error speaks."""
 
 
-NOT_HERE = {"classify": ["task"], "metrics": ["multiprocess"], "start_profile": ["profile_dir"]}
+NOT_HERE = {"classify": ["task"], "metrics": ["multiprocess"]}
 """Words of the errors about methods that this engine cannot carry out, whatever it is passed."""
 
 
 def test_every_argument_of_every_public_method_is_tried() -> None:
     public = {
-        name: {*inspect.signature(method).parameters} - {"self", "args"}
+        # A directory would be made wherever a value says.
+        name: {*inspect.signature(method).parameters} - {"self", "args", "directory"}
         for name, method in inspect.getmembers(LLM, callable)
         if not name.startswith("_") and name not in ELSEWHERE
     }
@@ -89,8 +92,10 @@ def test_every_argument_of_every_public_method_is_tried() -> None:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("random-tiny", multiprocess=False, num_gpu_blocks_override=64, max_num_seqs=4) as llm:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    profiles = str(tmp_path_factory.mktemp("profiles"))
+    options: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_seqs": 4, "profile_dir": profiles}
+    with LLM("random-tiny", multiprocess=False, **options) as llm:
         yield llm
 
 
@@ -134,6 +139,13 @@ def test_an_odd_value_is_taken_or_refused_by_the_name_of_its_argument(
 
     try_it()
     assert llm.generate("x", ONE, **QUIET)[0].finished
+
+
+@pytest.mark.parametrize("copy", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda copy: copy.__name__)
+def test_an_engine_is_no_data_and_says_so(llm: LLM, copy: Callable[[Any], Any]) -> None:
+    for engine in (llm.llm_engine, [llm]) if copy.__name__ != "copy" else (llm.llm_engine,):
+        with pytest.raises(NotSupportedError, match=r"cannot be pickled or copied; .*AsyncLLM\.attach"):
+            copy(engine)
 
 
 PARTS = st.dictionaries(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,17 +34,25 @@ VALUES = (
     | st.sampled_from(
         ["", "-", "--", ",", "a,b", "0,1", "[1]", "{}", "{x}", "x" * 5000, "\\", "'", '"', SURROGATE]
     )
-)
+).filter(lambda value: not {"/", "~"} & set(value))
+"""Words of a line; none of them is a file outside of the directory of the test."""
 BODIES = st.text(max_size=30) | st.sampled_from(
     ["{", "}", "{x}", "{missing}", "{1/0}", "{{x}}", "\0", SURROGATE]
 )
 HELP = ("-h", "--help")
+
 FLAGS = [
     (magic, flag)
     for magic, parser in (("generate", generate_parser()), ("chat", chat_parser()))
     for flag in parser.flags
     if flag not in HELP
 ]
+
+
+@pytest.fixture(autouse=True)
+def _in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the files that flags such as `--save` write."""
+    monkeypatch.chdir(tmp_path)
 
 
 def typed(shell: InteractiveShell, magic: str, line: str, body: str | None = None) -> None:

@@ -48,7 +48,7 @@ async def test_half_a_surrogate_pair_is_named_with_its_place() -> None:
     r"""JSON can write it, as "\ud83d"; a text that was cut inside an emoji has it."""
     fake = await server()
     error = (await call(fake.app, PATH, b'{"prompt": ["ab", "c\\ud83d"]}')).error
-    assert error["param"] == "prompt"
+    assert error["param"] == "prompt[1]"
     assert "prompt[1]" in error["message"]
     assert "'\\ud83d' at position 1 is half of a surrogate pair" in error["message"]
     whole = (await call(fake.app, PATH, b'{"prompt": "\\ud83d\\ude00"}')).json()
