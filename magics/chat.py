@@ -258,6 +258,6 @@ class ChatMagics(Magics):
     def _save(self, conversation: Conversation, path: str) -> None:
         try:
             conversation.save(path)
-        except OSError as error:
-            raise UsageError(f"%chat: --save {path}: {error}") from None
+        except NBEngineError as error:
+            raise UsageError(f"%chat: --save: {error}") from None
         print(f"conversation {conversation.name!r} is in {path}")

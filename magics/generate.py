@@ -94,6 +94,10 @@ class GenerateMagics(Magics):
         options = plan.options
         try:
             request = None if plan.axes else self._submitter.prepare(engines[0], options, Occasion())
+            if request is None:
+                # A line that is refused wakes no engine.
+                for engine, combination in zip(engines, plan.combinations, strict=True):
+                    self._submitter.check_rank(engine, combination.options)
             # What differs from an earlier answer is shown by the cell that has waited for the new one.
             can_wait = in_kernel(shell) and not options.diff
             if make_ready([engine.client for engine in engines], can_wait=can_wait):

@@ -220,10 +220,17 @@ class Conversation(ShownOnce):
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a JSON file."""
-        Path(path).write_text(
-            json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        """Write the conversation to a JSON file.
+
+        Raises:
+            NBEngineError: the file cannot be written.
+        """
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+        try:
+            # Half of a surrogate pair, as a streamed answer may have at its end, is written as JSON's escape.
+            Path(path).write_bytes(text.encode("utf-8", "backslashreplace"))
+        except (OSError, ValueError) as error:
+            raise NBEngineError(f"cannot write the conversation to {path!r}: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Conversation:

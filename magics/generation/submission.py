@@ -50,7 +50,7 @@ class Submitter:
             UsageError: the engine cannot do what a flag asks for, or a sampling parameter is not allowed.
             NBEngineError: the chat template cannot be applied.
         """
-        self._check_rank(engine, options)
+        self.check_rank(engine, options)
         client = engine.client
         params = self.params(engine, options)
         messages = self._messages(engine, options)
@@ -150,7 +150,7 @@ class Submitter:
         messages = [{"role": "system", "content": system}] if system is not None else []
         return [*messages, {"role": "user", "content": options.prompt}]
 
-    def _check_rank(self, engine: AttachedEngine, options: GenerateOptions) -> None:
+    def check_rank(self, engine: AttachedEngine, options: GenerateOptions) -> None:
         engine_ranks = engine.client.engine_ranks
         if options.rank is not None and options.rank not in engine_ranks:
             ranks = ", ".join(map(str, engine_ranks))
