@@ -12,10 +12,10 @@ import torch
 
 from nbengine import LLM, SamplingParams
 from nbengine.config import CacheConfig, EngineArgs, EngineConfig
-from nbengine.engine.fit_probe import answer
+from nbengine.engine.fit_probe import answer, answers
 from nbengine.errors import InvalidArgumentError
 from nbengine.frontend import fit as fit_module
-from nbengine.ipc.fit import FitQuestion
+from nbengine.ipc.fit import FitQuestion, FitQuestions
 from nbengine.kernels import dispatch
 from nbengine.kernels.kv_cache import cache_shape
 from nbengine.models import loading
@@ -143,7 +143,7 @@ def test_fit_counts_it_and_has_more_blocks_in_the_same_memory() -> None:
 
 
 def test_fit_advises_it_where_it_makes_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit_module, "_ask", lambda configs: answer(FitQuestion(list(configs))))
+    monkeypatch.setattr(fit_module, "_ask", lambda questions: answers(FitQuestions(questions)))
     wide = answer(FitQuestion([resolved(dtype="bfloat16")])).plans[0].page_bytes
     found = fit_module.fit(
         "random-tiny", dtype="bfloat16", device="cpu", max_model_len=256, kv_cache_memory_bytes=12 * wide
