@@ -46,6 +46,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "call_utility_blocking": {"method": "is_sleeping", "timeout": None},
     "check_health": {"timeout": 60.0},
     "metrics": {"last": "1h", "rank": None, "timeout": 60.0},
+    "history": {"last": "1h"},
     "decode": {"token_ids": [1]},
     "read_transcripts": {"request_ids": ["nobody"], "session": None},
     "forget_transcripts": {"request_ids": ["nobody"], "session": None},
