@@ -209,8 +209,11 @@ def assert_ran(path: Path) -> None:
     assert "26 tokens" in answer[0].data["text/plain"]
     assert printed[0].text == f"{ALPHABET} length\n"
     # Nothing needs a widget any more.
-    assert [set(output.data) for output in (*dashboard, *shaded)] == [{"text/html", "text/plain"}] * 2
-    assert "ended" in dashboard[0].data["text/html"]
-    assert "ended" in dashboard[0].data["text/plain"]
+    assert [set(output.data) for output in (*dashboard, *shaded)] == [{"text/html", "text/plain"}] * 3
+    board, still = dashboard
+    assert "ended" in board.data["text/html"]
+    assert "ended" in board.data["text/plain"]
+    # The picture stands in the widget's place already.
+    assert still.data == {"text/html": "<div hidden></div>", "text/plain": ""}
     assert shaded[0].data["text/html"].count("<span title=") == 5
     assert shaded[0].data["text/plain"].startswith("ABCDE\n\n[stopped at the limit")

@@ -76,7 +76,10 @@ class Tile {
   draw(figures, time) {
     const { value, unit, below } = this.read;
     this.set(value(figures), unit(figures));
-    setText(this.below, below ? below(figures) : "");
+    const tails = below ? below(figures) : "";
+    setText(this.below, tails);
+    // A narrow tile cuts it off.
+    setAttribute(this.below, "title", tails);
     this.drawCourse(time);
   }
 
