@@ -164,6 +164,22 @@ def test_everything_can_be_done_with_the_keyboard(widget: TokensPage) -> None:
     tree[1].result(60)
 
 
+def test_a_button_leads_from_one_uncertain_token_to_the_next_and_back_to_the_first(
+    widget: TokensPage,
+) -> None:
+    widget.mount(tree_of(WORDS, text=TEXT)[0])
+    button = widget.page.get_by_role("button", name="next uncertain token")
+    # Those that had a probability of one half or less. Nothing that opens may lie over the button.
+    for index in (4, 5, 7, 8, 4):
+        button.click()
+        expect(widget.token(index)).to_be_focused()
+    sure = [("The", 0.9, {"A": 0.05}), (" end", 0.97, {})]
+    widget.mount(tree_of(sure, text="The end")[0])
+    button.last.click()
+    said = widget.page.get_by_text("No token here had a probability of 50 % or less.")
+    expect(said).to_be_visible()
+
+
 def test_the_focus_stays_where_somebody_works(widget: TokensPage) -> None:
     tree, client = tree_of(WORDS, text=TEXT)
     widget.mount(tree)

@@ -51,7 +51,7 @@ def timed(number: int, seconds: float, **how: Any) -> list[Any]:
 
 
 def place(page: DashboardPage, seconds: float, window: float = 10.0) -> float:
-    """Where a time is on the timeline's canvas, of a window that begins at the start."""
+    """Return the place of a time on the timeline's canvas, of a window that begins at the start."""
     width = float(page.page.evaluate(f"document.querySelector('{TIMELINE}').clientWidth"))
     return GUTTER + seconds / window * (width - GUTTER)
 

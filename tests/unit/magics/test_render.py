@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -81,6 +82,19 @@ def test_the_footer_says_speed_reuse_and_why_it_ended_early() -> None:
     assert footer_of(result_of("stop")) == "3 tokens · finished"
     assert footer_of(result_of("abort")) == "ended early · 3 tokens"
     assert footer_of(result_of("stop", num_tokens=0)) == ""
+
+
+def test_the_footer_has_the_perplexity_where_log_probabilities_were_asked_for() -> None:
+    # Three tokens of one half, one quarter and one eighth: one quarter on average.
+    result = result_of("stop")
+    result.outputs[0].cumulative_logprob = -6 * math.log(2)
+    assert footer_of(result) == "3 tokens · perplexity 4 · finished"
+    result.outputs[0].cumulative_logprob = -math.inf
+    assert footer_of(result) == "3 tokens · finished"
+    several = result_of("stop", "stop")
+    for answer in several.outputs:
+        answer.cumulative_logprob = -1.0
+    assert "perplexity" not in footer_of(several)
 
 
 def test_the_footer_of_several_answers_counts_all_tokens_and_those_that_hit_the_limit() -> None:

@@ -349,8 +349,8 @@ class View {
     this.say(index < 0 ? "No token here had a probability of 50 % or less." : "");
     if (index < 0) return;
     this.goneTo = index;
+    // Its alternatives stay closed: they would lie over the button, and the next click would choose one of them.
     this.focusToken(index);
-    this.open(this.text.children[index], true);
   }
 
   onTextKey(event) {
