@@ -80,7 +80,7 @@ durations: $(VENV)/.installed-dev
 	done; $(BIN)/python -m tests.tools.durations "$$@"
 
 models: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.tools.compared_models
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m tests.tools.compared_models
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.prepared.steps import PreparedSteps
+from tests.support.thorough import amount, combinations
 
 LENGTH = 75
 """Tokens of the longest request: nine windows."""
@@ -55,8 +56,7 @@ def chunked(runner: Any, tokens: list[int], size: int, others: dict[str, list[in
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "tied"), combinations(CASES, [False, True], together=1))
 def test_every_family_gives_the_tokens_of_transformers_however_a_request_is_cut(
     name: str, tied: bool, tmp_path: Path, load: Any, make_runner: Any, random_model: Any, compared: Any
 ) -> None:
@@ -75,19 +75,19 @@ def test_every_family_gives_the_tokens_of_transformers_however_a_request_is_cut(
     compared(oracle, "cut")
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)], ids=["TP2", "PP2"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_family_gives_them_on_two_ranks(
+@pytest.mark.parametrize(
+    ("name", "sizes"), combinations(CASES, amount([(2, 2)], thorough=[(2, 1), (1, 2), (2, 2)]))
+)
+def test_every_family_gives_them_on_ranks(
     name: str,
-    tp_size: int,
-    pp_size: int,
+    sizes: tuple[int, int],
     tmp_path: Path,
     load: Any,
     make_runner: Any,
     random_model: Any,
     compared: Any,
 ) -> None:
-    case = CASES[name]
+    case, (tp_size, pp_size) = CASES[name], sizes
     oracle = saved(case, tmp_path, random_model)
     world = ThreadWorld(tp_size, pp_size)
     runners = [
@@ -104,7 +104,7 @@ def test_every_family_gives_them_on_two_ranks(
 
     for logits in world.run(run)[world.states[-1].layout.pp_rank * tp_size :]:
         assert_same(logits, expected_of(oracle, tokens))
-    compared(oracle, "tensor" if tp_size > 1 else "pipeline")
+    compared(oracle, *["tensor"] * (tp_size > 1), *["pipeline"] * (pp_size > 1))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "smollm3", "glm4"])

@@ -1,5 +1,10 @@
-"""Every family and the backend of transformers in an engine: greedy tokens in float32 are those of transformers, cold,
-from the prefix cache, and after preemption, in batches of prompts' chunks and single tokens."""
+"""Families and the backend of transformers in an engine: greedy tokens in float32 are those of transformers, cold,
+from the prefix cache, and after preemption, in batches of prompts' chunks and single tokens.
+
+What a family computes, however its requests are cut, is proven without an engine (`test_families.py`,
+`test_recurrent_families.py`, `test_transformers_backend.py`). An engine sees the kinds of its layers: a usual run has each
+mixture of them, `make thorough` and `make models` have each family.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,18 @@ from typing import Any
 import pytest
 import recurrent_cases
 import torch
+import transformers
 from family_cases import CASES
 from random_models import assert_greedy, random_tokens, save_tokenizer
 from transformers_cases import CLASSES, HEADS
 
 from nbengine import LLM, SamplingParams
+from nbengine.config import ModelConfig
+from nbengine.models.configs.hf_config import load_hf_config
+from nbengine.models.registry import decoder_config
+from tests.support.thorough import amount
 from tests.tools.compared_models import THROUGH_TRANSFORMERS
+from tests.unit.models.conftest import SIZES
 
 LONGEST, BLOCK_SIZE = 128, 8
 PROMPTS = [random_tokens(length) for length in (70, 34, 64, 90)]
@@ -32,6 +43,26 @@ SMALL_PROMPTS, FEWER_BLOCKS = [prompt[:4] for prompt in MANY_PROMPTS], 10
 """The same where all layers have a window: sequences that are longer than it need no more blocks."""
 ALL_WINDOWS = ("mistral window", "phi3")
 NAMES = [*CASES, *recurrent_cases.CASES, *CLASSES]
+USUAL = [
+    "mistral window",
+    "gemma3",
+    "llama dynamic",
+    "phi3 long",
+    "mixtral",
+    "gpt-oss",
+    "deepseek v3",
+    "qwen3.5",
+    "granite 4 moe",
+    "granite 4 without attention",
+    "mamba-2",
+    "lfm2",
+    "GPT-NeoX: parallel blocks, partial rotation",
+    "Starcoder2: a window in all layers",
+    "DeepSeek-V3: latent attention, groups of experts",
+    "gpt-oss: sinks",
+    "Llama 4: chunks in some layers",
+]
+"""Of every mixture of layers one, and of every kind of recurrent state and of positions that depend on a length."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +120,26 @@ def whole_blocks(prompt: list[int]) -> int:
     return (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-@pytest.mark.parametrize("name", NAMES)
+def kinds_of_layers(name: str, directory: Path) -> tuple[str, frozenset[str], int]:
+    """Return what an engine sees of a model: who computes, what its layers keep, and in how many parts."""
+    cases = {case: (each.kind, each.settings) for case, each in CASES.items()}
+    kind, settings = {**cases, **recurrent_cases.CASES, **CLASSES}[name]
+    model_class = getattr(transformers, kind + HEADS.get(kind, "ForCausalLM"))
+    config = model_class.config_class(**{**SIZES, **settings})
+    config.architectures = [model_class.__name__]
+    config.save_pretrained(directory)
+    model_impl = "transformers" if name in CLASSES else "nbengine"
+    found = decoder_config(load_hf_config(ModelConfig(directory=str(directory), model_impl=model_impl)))
+    return model_impl, frozenset(rule.kind for rule in found.cache_rules()), found.cache_parts
+
+
+def test_a_usual_run_has_every_mixture_of_layers(tmp_path: Path) -> None:
+    every = {name: kinds_of_layers(name, tmp_path / str(place)) for place, name in enumerate(NAMES)}
+    usual = {every[name] for name in USUAL}
+    assert [name for name, kinds in every.items() if kinds not in usual] == []
+
+
+@pytest.mark.parametrize("name", amount(USUAL, thorough=NAMES))
 def test_tokens_are_those_of_transformers_cold_warm_and_preempted(
     name: str, tmp_path: Path, random_model: Any, compared: Any
 ) -> None:

@@ -31,7 +31,6 @@ from tests.unit.models.test_recurrent_families import HybridRunner
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(3, VOCABULARY, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-KINDS = pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=["f32", "q8_0"])
 
 
 def made(name: str, kind: Kind, directory: Path, random_model: Any, **settings: Any) -> tuple[Any, Path]:
@@ -75,8 +74,11 @@ def assert_same(found: Tensor, oracle: Any) -> None:
     assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()
 
 
-@KINDS
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    combinations(CASES, [Kind.F32, Kind.Q8_0], together=1),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_gguf_file_gives_the_logits_of_what_was_converted(
     name: str, kind: Kind, tmp_path: Path, random_model: Any, compared: Any
 ) -> None:

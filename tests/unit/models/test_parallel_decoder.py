@@ -17,6 +17,7 @@ from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.basic import Linear
 from nbengine.models.loading import weights_bytes_of
+from tests.support.thorough import amount
 
 
 def sizes(num_heads: int, num_kv_heads: int, **others: Any) -> dict[str, Any]:
@@ -46,8 +47,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 CASES = [
     pytest.param(name, tp_size, pp_size, id=f"{name} TP{tp_size} PP{pp_size}")
     for name, (_, _, tp_sizes) in VARIANTS.items()
-    for tp_size in (1, *tp_sizes)
-    for pp_size in (1, 2)
+    for number, tp_size in enumerate((1, *tp_sizes))
+    # A usual run has each variant on two stages, once.
+    for pp_size in amount((2,) if number == 1 else (1,), thorough=(1, 2))
     if tp_size * pp_size > 1
 ]
 

@@ -128,7 +128,7 @@ def chunked(runner: Any, tokens: list[int], size: int, others: dict[str, list[in
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "kernels"), combinations(CASES, [False, True], [None, TorchRecurrent()])
+    ("name", "tied", "kernels"), combinations(CASES, [False, True], [None, TorchRecurrent()], together=1)
 )
 def test_tokens_are_those_of_transformers_however_a_request_is_cut(
     name: str, tied: bool, kernels: Any, tmp_path: Path, load: Any, random_model: Any, compared: Any
@@ -165,13 +165,14 @@ def test_a_request_that_goes_on_from_a_checkpoint_gives_the_tokens_of_a_cold_one
     assert_same(warm["c"], expected_of(oracle, first)[24:])
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)], ids=["TP2", "PP2"])
-@pytest.mark.parametrize("name", CASES)
-def test_tokens_are_those_of_transformers_on_two_ranks(
-    name: str, tp_size: int, pp_size: int, tmp_path: Path, load: Any, random_model: Any, compared: Any
+@pytest.mark.parametrize(
+    ("name", "sizes"), combinations(CASES, amount([(2, 2)], thorough=[(2, 1), (1, 2), (2, 2)]))
+)
+def test_tokens_are_those_of_transformers_on_ranks(
+    name: str, sizes: tuple[int, int], tmp_path: Path, load: Any, random_model: Any, compared: Any
 ) -> None:
-    oracle = check_on_ranks(name, ThreadWorld(tp_size, pp_size), tmp_path, load, random_model)
-    compared(oracle, "tensor" if tp_size > 1 else "pipeline")
+    oracle = check_on_ranks(name, ThreadWorld(*sizes), tmp_path, load, random_model)
+    compared(oracle, *["tensor"] * (sizes[0] > 1), *["pipeline"] * (sizes[1] > 1))
 
 
 def test_four_ranks_share_two_groups(tmp_path: Path, load: Any, random_model: Any) -> None:

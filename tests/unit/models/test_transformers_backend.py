@@ -22,6 +22,7 @@ from nbengine.models.families.transformers_backend import (
     TransformersForSequenceClassification,
 )
 from nbengine.models.loading import weights_bytes_of
+from tests.support.thorough import amount
 from tests.tools.compared_models import THROUGH_TRANSFORMERS
 
 PROMPTS = {"long": 60, "one": 1, "short": 9}
@@ -73,7 +74,7 @@ def model(saved: tuple[PreTrainedModel, Path], load: Any) -> TransformersForCaus
     return found
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("chunk", amount([7], thorough=[1, 7, 1000]))
 def test_greedy_tokens_are_those_of_transformers_in_mixed_batches_and_in_chunks(
     saved: tuple[PreTrainedModel, Path],
     model: TransformersForCausalLM,
@@ -137,7 +138,12 @@ DIVIDED_BY_TENSORS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Classes without a plan for pipeline parallelism."""
 WORLDS = [(2, 1), (1, 2), (2, 2), (1, 3)]
-IN_WORLDS = [(name, *world) for name in DIVIDED for world in WORLDS]
+IN_WORLDS = [
+    (name, *world)
+    for name in DIVIDED
+    for world in amount(WORLDS if name == "GPT-NeoX" else [(2, 2)], thorough=WORLDS)
+]
+"""A usual run divides every class both ways at once, and one class in each way."""
 
 
 @pytest.mark.parametrize(

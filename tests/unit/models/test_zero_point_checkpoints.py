@@ -257,8 +257,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "dtype"), combinations(FAULTS, ["auto", "float32"], together=1))
 def test_a_corrupt_matrix_is_named(fault: str, dtype: str, tmp_path: Path, random_model: Any) -> None:
     change, message = FAULTS[fault]
     write_checkpoint(tmp_path, random_model("Llama"), Variant("gptq"))

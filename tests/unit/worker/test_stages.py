@@ -30,6 +30,7 @@ from nbengine.scheduler.output import AsyncModelRunnerOutput, ModelRunnerOutput,
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
 from nbengine.worker.model_runner import ModelRunner
+from tests.support.thorough import amount
 from tests.unit.worker.conftest import MAX_MODEL_LEN
 
 CPU = torch.device("cpu")
@@ -288,7 +289,10 @@ def divided(config: EngineConfig, tp_size: int, pp_size: int, **scheduler: Any) 
     )
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 2), (1, 5)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size"),
+    amount([(4, 1), (2, 2), (1, 5)], thorough=[(2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 2), (1, 5)]),
+)
 def test_divided_runners_give_what_one_runner_gives(
     five_layers: EngineConfig, expected: dict[str, Result], tp_size: int, pp_size: int
 ) -> None:
@@ -301,7 +305,7 @@ def test_divided_runners_give_what_one_runner_gives(
     assert engine.scheduler.make_stats().prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(amount(2, thorough=4)))
 def test_requests_that_are_aborted_with_steps_in_flight_do_not_disturb_the_others(
     five_layers: EngineConfig, expected: dict[str, Result], seed: int
 ) -> None:
