@@ -6,6 +6,7 @@ The interpreter has to be chosen before Triton is imported, for the whole proces
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from nbengine.kernels.triton import paged_attention as paged_attention_triton
 from nbengine.kernels.triton import row_functions as rows_triton
 from nbengine.kernels.triton import write_kv as write_kv_triton
 from nbengine.kernels.triton.recurrent import TritonRecurrent
+from tests.kernels.conftest import EXPERT_BATCHES
 from tests.kernels.latent_batches import LatentBatch
 from tests.kernels.recurrent_batches import (
     Heads,
@@ -34,7 +36,7 @@ from tests.kernels.recurrent_batches import (
     check_delta_rule,
     check_state_space,
 )
-from tests.support.thorough import combinations
+from tests.support.thorough import amount, combinations, in_turn
 
 LENS = {
     "decode": [(1, n) for n in (1, 15, 16, 17, 129, 270)],
@@ -128,9 +130,18 @@ RULES: dict[str, dict[str, int]] = {
 EXTRAS = {"rule": {}, "cap": {"soft_cap": 3.0}, "sinks": {"sinks": torch.linspace(-3, 4, 6)}}
 
 
-@pytest.mark.parametrize(
-    ("rule", "processors", "extras"), combinations(RULES, [ONE_PROCESSOR, MANY_PROCESSORS], EXTRAS)
+OPTIONS = amount(
+    [
+        *((rule, MANY_PROCESSORS, extras) for rule, extras in in_turn(RULES, EXTRAS)),
+        ("all", ONE_PROCESSOR, "cap"),
+        ("window of several blocks", ONE_PROCESSOR, "sinks"),
+        ("chunk of several blocks", ONE_PROCESSOR, "rule"),
+    ],
+    thorough=list(itertools.product(RULES, [ONE_PROCESSOR, MANY_PROCESSORS], EXTRAS)),
 )
+
+
+@pytest.mark.parametrize(("rule", "processors", "extras"), OPTIONS)
 def test_attention_under_options_equals_the_reference_and_reads_nothing_out_of_sight(
     make_batch, make_shape, forget_unseen, assert_close, rule, processors, extras
 ):
@@ -199,7 +210,10 @@ LATENT_SHAPES = [(5, 24, 8, 16), (20, 33, 7, 64)]
 
 @pytest.mark.parametrize(
     ("lens", "shape", "processors"),
-    combinations(LATENT_LENS, LATENT_SHAPES, [ONE_PROCESSOR, MANY_PROCESSORS]),
+    [
+        *((lens, shape, MANY_PROCESSORS) for lens, shape in in_turn(LATENT_LENS, LATENT_SHAPES)),
+        *((lens, shape, ONE_PROCESSOR) for shape, lens in in_turn(LATENT_SHAPES, LATENT_LENS)),
+    ],
 )
 def test_latent_attention_equals_the_reference_and_reads_no_poison(assert_close, lens, shape, processors):
     batch = LatentBatch.of(InterpretedKernels(processors), shape, LATENT_LENS[lens])
@@ -217,9 +231,9 @@ def test_latents_are_written_bit_for_bit(dtype):
     LatentBatch.of(InterpretedKernels(1), LATENT_SHAPES[1], [(1, 20), (1, 3)], dtype).check_write()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_equal_the_reference_and_read_no_poison(make_expert_batch, dtype):
-    batch = make_expert_batch(dtype=dtype)
+@pytest.mark.parametrize(("sizes", "dtype"), in_turn(EXPERT_BATCHES, [torch.float32, torch.bfloat16]))
+def test_experts_equal_the_reference_and_read_no_poison(expert_batch, sizes, dtype):
+    batch = expert_batch.random(**EXPERT_BATCHES[sizes], dtype=dtype)
     batch.check(batch.run(experts_triton.TritonExperts()))
 
 

@@ -31,6 +31,15 @@ def combinations(*lists: Iterable[Any], together: int = 2) -> list[tuple[Any, ..
     return [tuple(each[place] for each, place in zip(values, places, strict=True)) for places in chosen]
 
 
+def in_turn(first: Iterable[Any], *others: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return each value of the first list with the next combination of the other lists' values, for
+    `pytest.mark.parametrize`; all combinations in `make thorough`."""
+    values, rest = list(first), list(itertools.product(*others))
+    if THOROUGH:
+        return [(value, *each) for value in values for each in rest]
+    return [(value, *each) for value, each in zip(values, itertools.cycle(rest))]
+
+
 def _covering(all_of_them: list[tuple[int, ...]], groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Choose combinations, each time one that has the most which the ones before have not, of values that were chosen
     the least."""

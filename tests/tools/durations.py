@@ -16,6 +16,8 @@ from tests.tools.imports import ROOT
 
 RECORD = Path(__file__).with_name("durations.json")
 PAGE = ROOT / "CONTRIBUTING.md"
+UNKNOWN_SECONDS = 3.0
+"""A file without a recorded time is taken to need this long."""
 BEGIN, END = "<!-- durations: begin -->\n", "<!-- durations: end -->\n"
 
 
@@ -34,7 +36,7 @@ def recorded_seconds(scope: str) -> float:
     """The recorded seconds of what goes to one process: the tests of a file, or those of a folder (`…/`)."""
     if scope.endswith("/"):
         return sum(seconds for file, seconds in _record().items() if file.startswith(scope))
-    return seconds_of(scope.partition("::")[0], 0.0)
+    return seconds_of(scope.partition("::")[0], UNKNOWN_SECONDS)
 
 
 def read_report(report: Path) -> tuple[int, dict[str, float]]:

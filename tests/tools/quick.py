@@ -11,15 +11,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from tests.tools.durations import seconds_of
+from tests.tools.durations import UNKNOWN_SECONDS, seconds_of
 from tests.tools.imports import ROOT, distances, module_of
 
 SUITES = ("tests/unit/", "tests/kernels/")
 WORKERS = 2
 SECONDS = 35.0
 """For the tests, beside some twenty for the linters and the start of two processes."""
-UNKNOWN_SECONDS = 3.0
-"""A file without a recorded time is taken to need this long."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.support import thorough
-from tests.support.thorough import amount, combinations
+from tests.support.thorough import amount, combinations, in_turn
 
 LISTS = (range(2), range(4), range(3), range(5))
 
@@ -29,6 +29,17 @@ def test_so_many_values_meet_as_are_asked_for(is_thorough: bool, together: int) 
     for axes in itertools.combinations(range(len(LISTS)), together):
         expected = set(itertools.product(*(LISTS[axis] for axis in axes)))
         assert {tuple(each[axis] for axis in axes) for each in found} == expected
+
+
+def test_each_value_of_the_first_list_has_the_others_in_turn(is_thorough: bool) -> None:
+    found = in_turn("abcd", range(2), "xy")
+    assert found[:4] == (
+        [("a", 0, "x"), ("a", 0, "y"), ("a", 1, "x"), ("a", 1, "y")]
+        if is_thorough
+        else [("a", 0, "x"), ("b", 0, "y"), ("c", 1, "x"), ("d", 1, "y")]
+    )
+    assert len(found) == (16 if is_thorough else 4)
+    assert {each[1:] for each in found} == set(itertools.product(range(2), "xy"))
 
 
 def test_a_quick_run_has_few_and_a_thorough_one_all(is_thorough: bool) -> None:

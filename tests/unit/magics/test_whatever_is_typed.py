@@ -78,7 +78,7 @@ def test_any_value_behind_a_flag_is_taken_or_explained(
     @given(VALUES, BODIES)
     @example("9" * 400, "x")
     @example("nan", "x")
-    @settings(max_examples=amount(12, thorough=1000), deadline=None)
+    @settings(max_examples=amount(6, thorough=1000), deadline=None)
     def run(value: str, body: str) -> None:
         typed(shell, magic, f"{flag} {shlex.quote(value)}", body)
         capsys.readouterr()

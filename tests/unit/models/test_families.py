@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.prepared.steps import PreparedSteps
-from tests.support.thorough import amount, combinations
+from tests.support.thorough import amount, combinations, in_turn
 
 LENGTH = 75
 """Tokens of the longest request: nine windows."""
@@ -56,7 +56,7 @@ def chunked(runner: Any, tokens: list[int], size: int, others: dict[str, list[in
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize(("name", "tied"), combinations(CASES, [False, True], together=1))
+@pytest.mark.parametrize(("name", "tied"), in_turn(CASES, [False, True]))
 def test_every_family_gives_the_tokens_of_transformers_however_a_request_is_cut(
     name: str, tied: bool, tmp_path: Path, load: Any, make_runner: Any, random_model: Any, compared: Any
 ) -> None:

@@ -25,7 +25,7 @@ from nbengine.models.registry import decoder_config
 from nbengine.runtime.progress import Reporter
 from tests.support.gguf_cases import CASES, RECURRENT
 from tests.support.gguf_converter import VOCABULARY, Converter, convert, round_matrices
-from tests.support.thorough import combinations
+from tests.support.thorough import combinations, in_turn
 from tests.unit.models.conftest import Runner
 from tests.unit.models.test_recurrent_families import HybridRunner
 
@@ -76,7 +76,7 @@ def assert_same(found: Tensor, oracle: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    combinations(CASES, [Kind.F32, Kind.Q8_0], together=1),
+    in_turn(CASES, [Kind.F32, Kind.Q8_0]),
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_gguf_file_gives_the_logits_of_what_was_converted(

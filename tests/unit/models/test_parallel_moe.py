@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.basic import WeightSlot
 from nbengine.models.loading import weights_bytes_of
 from nbengine.models.redivision import Redivision
-from tests.support.thorough import combinations
+from tests.support.thorough import combinations, in_turn
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
@@ -77,8 +78,9 @@ WORLDS = {
 }
 CASES = [
     pytest.param(name, sizes, expert_parallel, id=f"{name} {world}{' EP' if expert_parallel else ''}")
-    for name, (world, sizes), expert_parallel in combinations(VARIANTS, WORLDS.items(), (False, True))
+    for (expert_parallel, (world, sizes)), name in in_turn(product((False, True), WORLDS.items()), VARIANTS)
 ]
+"""A usual run has every division, with experts in parts and whole, and every variant."""
 Chunks = dict[str, list[int]]
 
 
@@ -207,8 +209,7 @@ def part(slot: WeightSlot, values: Tensor) -> Tensor:
     return values if slot.dim is None else values.narrow(slot.dim, slot.start, slot.tensor.shape[slot.dim])
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "expert_parallel"), in_turn(VARIANTS, [False, True]))
 def test_ranks_together_hold_every_expert_and_each_reads_its_part_only(
     variant: str, expert_parallel: bool, tmp_path: Path, load: Any, random_model: Any
 ) -> None:

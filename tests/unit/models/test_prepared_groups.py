@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nbengine.models.families.decoder import DecoderForCausalLM
-from tests.support.thorough import combinations
+from tests.support.thorough import in_turn
 from tests.unit.models.prepared_batches import Batches, assert_same_bits_of_all_steps
 
 
@@ -58,9 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "num_threads", "quantization"), combinations(MODELS, [1, 3], ["int4", "int8"])
-)
+@pytest.mark.parametrize(("name", "num_threads", "quantization"), in_turn(MODELS, [1, 3], ["int4", "int8"]))
 def test_a_prepared_step_has_the_bits_of_the_eager_path(
     name: str,
     num_threads: int,

@@ -27,7 +27,7 @@ from nbengine.errors import QueueClosedError
 from nbengine.kernels.cpu.flags import Patience
 from nbengine.models.prepared.steps import PreparedSteps
 from tests.support.parallel_support import ThreadWorld
-from tests.support.thorough import combinations
+from tests.support.thorough import in_turn
 from tests.unit.models.prepared_batches import (
     EXPERTS,
     Batches,
@@ -101,7 +101,7 @@ def on_threads(states: list[ParallelState], body: Callable[[ParallelState], T]) 
         return list(pool.map(guarded, states))
 
 
-@pytest.mark.parametrize(("name", "size", "num_threads"), combinations(MODELS, [2, 4], [1, 2]))
+@pytest.mark.parametrize(("name", "size", "num_threads"), in_turn(MODELS, [2, 4], [1, 2]))
 def test_a_prepared_step_of_ranks_has_the_bits_of_the_eager_path(
     name: str, size: int, num_threads: int, path_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.weights import PackedWeight
 from nbengine.models.prepared.steps import PreparedSteps
 from tests.support.parallel_support import ThreadWorld
-from tests.support.thorough import combinations
+from tests.support.thorough import in_turn
 from tests.unit.models.prepared_batches import (
     EXPERTS,
     Batches,
@@ -69,9 +69,7 @@ MODELS: dict[str, tuple[str, Kind, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "num_threads", "kv_dtype"), combinations(MODELS, [1, 2, 3], [None, torch.int8])
-)
+@pytest.mark.parametrize(("name", "num_threads", "kv_dtype"), in_turn(MODELS, [1, 2, 3], [None, torch.int8]))
 def test_a_prepared_step_has_the_bits_of_the_eager_path(
     name: str,
     num_threads: int,

@@ -20,7 +20,7 @@ from nbengine.kernels.torch.recurrent import TorchRecurrent
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.decoder_layer import ResidualStream
 from tests.support.recurrent_cases import CASES, QWEN, QWEN_EXPERTS, saved
-from tests.support.thorough import amount, combinations
+from tests.support.thorough import amount, combinations, in_turn
 from tests.unit.models.conftest import BLOCK_SIZE, Runner
 
 CPU = torch.device("cpu")
@@ -127,9 +127,7 @@ def chunked(runner: Any, tokens: list[int], size: int, others: dict[str, list[in
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize(
-    ("name", "tied", "kernels"), combinations(CASES, [False, True], [None, TorchRecurrent()], together=1)
-)
+@pytest.mark.parametrize(("name", "tied", "kernels"), in_turn(CASES, [False, True], [None, TorchRecurrent()]))
 def test_tokens_are_those_of_transformers_however_a_request_is_cut(
     name: str, tied: bool, kernels: Any, tmp_path: Path, load: Any, random_model: Any, compared: Any
 ) -> None:

@@ -35,7 +35,7 @@ from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.weights import ALL_DENSE, PackedFormats, WeightSlot
 from nbengine.runtime.progress import Reporter
 from nbengine.worker.memory.offload import WeightsOffload
-from tests.support.thorough import combinations
+from tests.support.thorough import amount, combinations
 
 CPU = torch.device("cpu")
 WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2), (4, 3)]
@@ -182,11 +182,12 @@ def values_of_blocks(arch: str, kind: Kind, config: DecoderConfig = CONFIG) -> d
 @pytest.mark.parametrize("kind", [Kind.F32, *_type_traits], ids=lambda kind: kind.name)
 def test_parts_of_every_gguf_type_make_the_checkpoint(kind: Kind, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    # One layer a stage.
-    config = dataclasses.replace(CONFIG, num_layers=2)
+    # One layer a stage; stages have whole matrices, whatever their type.
+    num_stages = amount(1, thorough=2)
+    config = dataclasses.replace(CONFIG, num_layers=num_stages)
     write_blocks(path, "llama", kind, config)
     checkpoint = values_of_blocks("llama", kind, config)
-    assert_parts_make(checkpoint, [read(path, state, config) for state in states(4, 2)])
+    assert_parts_make(checkpoint, [read(path, state, config) for state in states(4, num_stages)])
 
 
 @pytest.mark.parametrize(("sizes", "arch"), combinations(WORLDS, ["llama", "qwen2"], together=1))

@@ -26,7 +26,7 @@ from nbengine.models.configs.quantization_config import ZeroPoints, stored_quant
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.weights import WeightSlot
 from nbengine.models.loading import load_model, packed_formats
-from tests.support.thorough import amount, combinations
+from tests.support.thorough import amount, combinations, in_turn
 from tests.unit.models.quantized_checkpoints import (
     DENSE_VARIANTS,
     VARIANTS,
@@ -257,7 +257,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
 }
 
 
-@pytest.mark.parametrize(("fault", "dtype"), combinations(FAULTS, ["auto", "float32"], together=1))
+@pytest.mark.parametrize(("fault", "dtype"), in_turn(FAULTS, ["auto", "float32"]))
 def test_a_corrupt_matrix_is_named(fault: str, dtype: str, tmp_path: Path, random_model: Any) -> None:
     change, message = FAULTS[fault]
     write_checkpoint(tmp_path, random_model("Llama"), Variant("gptq"))
