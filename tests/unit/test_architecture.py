@@ -266,7 +266,7 @@ def test_a_layer_does_without_a_library(library: str, name: str) -> None:
 
 
 _OF_THE_TIME = re.compile(r"\btime\s*\.\s*time|\bfrom\s+time\b|\bdatetime\b")
-"""What every file has that reads the time of day, and few others have: most need not be parsed."""
+"""Every file that reads the time of day has this in its text; most others have not, and need not be parsed."""
 
 
 def reads_time_of_day(path: Path) -> bool:

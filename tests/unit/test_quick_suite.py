@@ -88,7 +88,7 @@ def test_a_process_gets_of_all_files_and_folders_the_one_that_takes_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = {
-        "tests/a.py": 3.0,
+        "tests/a.py": 4.0,
         "tests/process/ray/b.py": 2.0,
         "tests/process/ray/c.py": 2.5,
         "tests/d.py": 1.0,
@@ -115,7 +115,7 @@ def test_a_process_gets_of_all_files_and_folders_the_one_that_takes_longest(
         scheduling._assign_work_unit(process)
     assert sent == [
         test
-        for name in ("tests/process/ray/", "tests/a.py", "tests/d.py", "tests/new.py")
+        for name in ("tests/process/ray/", "tests/a.py", "tests/new.py", "tests/d.py")
         for test in units[name]
     ]
 
