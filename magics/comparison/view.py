@@ -51,6 +51,8 @@ class GridState:
         axes = [(axis.name, [setting_text(setting) for setting in axis.settings]) for axis in plan.axes]
         self.layout: GridLayout = layout_of(axes, plan.num_each)
         self.result = result
+        self.waiting = ""
+        """The reason why no answer has begun."""
         self.cells = [GridCell() for _ in result]
         self._options = [combination.options for combination in plan.combinations]
         self._params = params
@@ -132,6 +134,7 @@ class GridState:
         rate, left = self._pace.rate, self._pace.seconds_left(self._counts(), self._settled)
         running = sum(self.cells[index].state == "running" for index in self._open)
         return joined(
+            self.waiting,
             f"{self.num_ended} of {count(self.num_answers, 'answer')}",
             f"{running} running" if running else "",
             f"{count(self.result.scores.num_open, 'score')} to come" if self.result.scores.num_open else "",
@@ -281,6 +284,12 @@ class GridCellView:
         self._html = GridHtml(state.layout, self._scores.grid if self._scores is not None else "")
         self._draw()
 
+    def show_waiting(self, line: str) -> bool:
+        """Show the line above the grid."""
+        self._state.waiting = line
+        self._draw()
+        return True
+
     def update(self, result: ComparisonResult) -> None:
         """Replace the grid if something has changed, and set the pace by what that cost."""
         if self._state.take(result):
@@ -342,6 +351,11 @@ class GridTerminalView:
         self._print(result, complete_only=True)
         if sys.stdout.isatty() and self._printed < len(self._state.cells):
             print(f"{ERASE_LINE}\x1b[2m[{self._state.head}]\x1b[0m", end="", flush=True)
+
+    def show_waiting(self, line: str) -> bool:
+        """Return that nothing printed can be replaced."""
+        del line
+        return False
 
     def finish(self, result: ComparisonResult, note: str = "") -> None:
         """Print the remaining answers and the sums."""

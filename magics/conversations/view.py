@@ -129,6 +129,11 @@ class ChatTerminalView:
         if self._appearance.stream:
             self._print(answer_in(result.text, self._reading, complete=False))
 
+    def show_waiting(self, line: str) -> bool:
+        """Return that nothing printed can be replaced."""
+        del line
+        return False
+
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Print the remaining text and the footer."""
         self._line.erase()

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 from typing import Generic, TypeVar
 
 from nbengine.errors import NBEngineError
@@ -25,6 +26,8 @@ from nbengine.widgets.words import seconds
 R = TypeVar("R")
 _CANCEL_POLL_SECONDS = 0.1
 _CLOCK_SECONDS = 0.01
+_MOST_ASKED = 32
+"""The most requests whose place in the queue is asked for: those of a cell are admitted in their order."""
 
 
 class Stream(ABC, Generic[R]):
@@ -38,6 +41,8 @@ class Stream(ABC, Generic[R]):
         """Make the stream of a result; `waited_for` are the clients to look at meanwhile."""
         self.result = result
         self.waits = WaitNotice(waited_for)
+        self.waits.show = view.show_waiting
+        self.waits.requests = self._ids_sent_to
         self._view = view
         self._deadline = math.inf
         self._timeout = math.inf
@@ -49,6 +54,11 @@ class Stream(ABC, Generic[R]):
     @abstractmethod
     def requests(self) -> Sequence[Request]:
         """Return the requests that have been sent, at least those that have not ended."""
+
+    def _ids_sent_to(self, name: str) -> list[str]:
+        """Return the engine's ids of the first requests that an engine has been sent and that have not ended."""
+        sent = (r.collector for r in self.requests if r.origin.client.name == name)
+        return [collector.engine_request_id for collector in islice(sent, _MOST_ASKED) if collector is not None]
 
     def end_after(self, timeout: float) -> None:
         """End what has not ended when `timeout` seconds have passed; what has been written by then is kept."""

@@ -71,6 +71,9 @@ class View(Protocol[Shown_contra]):
     def finish(self, result: Shown_contra, note: str = "") -> None:
         """Show the final state, once; `note` is a last line to add."""
 
+    def show_waiting(self, line: str) -> bool:
+        """Show in the place of the answer why it has not begun, no more so if `line` is empty; return whether it can."""
+
 
 class CellView:
     """A view that shows the answer as one output of the cell and replaces it in place.
@@ -87,7 +90,13 @@ class CellView:
         self._live = LiveDisplay(shell)
         self._appearance = appearance
         if appearance.placeholder:
-            self._live.show(answers_bundle([], appearance.format, appearance.placeholder, complete=False))
+            self.show_waiting("")
+
+    def show_waiting(self, line: str) -> bool:
+        """Show the line, or the placeholder, where the answer is going to stand."""
+        line = line or self._appearance.placeholder
+        self._live.show(streaming_bundle([], self._appearance.format, line))
+        return True
 
     def update(self, result: GenerationResult) -> None:
         """Replace the answer, or what is said of a long prompt, and set the pace by what that cost."""
@@ -158,6 +167,11 @@ class TerminalView:
             print(harmless(result.text[self._printed :]), end="", flush=True)
             self._printed = len(result.text)
 
+    def show_waiting(self, line: str) -> bool:
+        """Return that nothing printed can be replaced."""
+        del line
+        return False
+
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Print the remaining text and the footer."""
         self._line.erase()
@@ -179,6 +193,11 @@ class SilentView:
 
     def finish(self, result: object, note: str = "") -> None:
         """Show nothing."""
+
+    def show_waiting(self, line: str) -> bool:
+        """Return that nothing is shown."""
+        del line
+        return False
 
 
 def view_for(

@@ -54,6 +54,13 @@ class Side:
             self._footer = prompt_line(result) or footer_of(result)
             self._push()
 
+    def show_waiting(self, line: str) -> bool:
+        """Send why the answer has not begun."""
+        with self._lock:
+            self._footer = line or "waiting"
+            self._push()
+        return True
+
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Send the final state; `note` is the error that ended the answer."""
         with self._lock:

@@ -233,6 +233,10 @@ class _BranchView:
             self.branch.error = note
         self.update(result)
 
+    def show_waiting(self, line: str) -> bool:
+        del line
+        return False
+
 
 def _drawn(node: Branch, first: str, others: str) -> Iterator[str]:
     text = node.text if len(node.text) <= _EXCERPT else node.text[: _EXCERPT - 1] + "…"

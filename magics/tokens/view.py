@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation.render import answers_bundle, prompt_line
+from nbengine.magics.generation.render import answers_bundle, prompt_line, streaming_bundle
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import DUTY, UPDATE_SECONDS, Appearance, View
 from nbengine.magics.tokens.branch import Branch
@@ -46,7 +46,7 @@ class TokensView:
         self._appearance = appearance
         self._rendered = rendered
         if rendered is None and appearance.placeholder:
-            self._live.show(answers_bundle([], "text", appearance.placeholder, complete=False))
+            self.show_waiting("")
         self._widget: TokensWidget | None = None
         self._feed: TokensFeed | None = None
         self._tree: BranchTree | None = None
@@ -57,6 +57,13 @@ class TokensView:
         self._is_closed = False
         self._lock = threading.RLock()
         """The lock that keeps an older state from being shown after a newer one."""
+
+    def show_waiting(self, line: str) -> bool:
+        """Show the line, or the placeholder, where the answer is going to stand."""
+        if self._rendered is not None:
+            return self._rendered.show_waiting(line)
+        self._live.show(streaming_bundle([], "text", line or self._appearance.placeholder))
+        return True
 
     def update(self, result: GenerationResult) -> None:
         """Send what is new, and set the pace by what that cost."""
