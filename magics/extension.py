@@ -89,6 +89,7 @@ class Extension:
         """End background generations and MCP servers, write the runs that wait, detach from every engine, and return what
         becomes of the engines."""
         self.session.ongoing.cancel_background()
+        self.session.ongoing.stops.close()
         self.servers.close()
         self.recorder.close()
         self.session.backend.drop_spare()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from uuid import uuid4
 
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -34,6 +35,7 @@ from nbengine.widgets.grid.pace import AnswerCount, AnswerTotals, Pace
 from nbengine.widgets.grid.text import cell_text, final_text, live_text
 from nbengine.widgets.live import LiveDisplay, MimeBundle, in_kernel
 from nbengine.widgets.open_views import ClosableView, OpenViews
+from nbengine.widgets.stop.buttons import mark
 from nbengine.widgets.words import count, harmless, joined, print_quietly, seconds
 
 _SECONDS_A_CELL = 5e-5
@@ -274,6 +276,7 @@ class GridCellView:
         stream: bool,
     ) -> None:
         self.interval = UPDATE_SECONDS
+        self.key = uuid4().hex
         self._state = state
         self._stream = stream
         self._scores = (
@@ -328,7 +331,7 @@ class GridCellView:
         fraction = state.num_ended / state.num_answers
         html = self._html.live(state.head, fraction, state.cells if self._stream else [], state.first_open)
         plain = live_text(state.head, state.num_characters)
-        size = self._live.show({"text/plain": plain, "text/html": html})
+        size = self._live.show({"text/plain": plain, "text/html": html + mark(self.key)})
         if self._scores is not None:
             size += self._scores.update()
         # Looking at thousands of results takes a while, too.
@@ -340,6 +343,7 @@ class GridTerminalView:
     """A terminal's view, which prints each answer once it and all before it are complete, and progress."""
 
     interval = UPDATE_SECONDS
+    key = ""
 
     def __init__(self, state: GridState) -> None:
         self._state = state

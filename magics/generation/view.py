@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
+from uuid import uuid4
 from weakref import WeakSet
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -64,6 +65,8 @@ class View(Protocol[Shown_contra]):
     """A view that shows a growing result, of one request or of several; `interval` is the number of seconds until the next update."""
 
     interval: float
+    key: str
+    """The key that marks the output while it grows, for its stop button; empty if the view has no output that can have one."""
 
     def update(self, result: Shown_contra) -> None:
         """Show the present state."""
@@ -87,6 +90,7 @@ class CellView:
 
     def __init__(self, shell: InteractiveShell, appearance: Appearance) -> None:
         self.interval = UPDATE_SECONDS
+        self.key = uuid4().hex
         self._live = LiveDisplay(shell)
         self._appearance = appearance
         if appearance.placeholder:
@@ -95,7 +99,7 @@ class CellView:
     def show_waiting(self, line: str) -> bool:
         """Show the line, or the placeholder, where the answer is going to stand."""
         line = line or self._appearance.placeholder
-        self._live.show(streaming_bundle([], self._appearance.format, line))
+        self._live.show(streaming_bundle([], self._appearance.format, line, self.key))
         return True
 
     def update(self, result: GenerationResult) -> None:
@@ -124,7 +128,7 @@ class CellView:
             outputs = [result.without_reasoning(answer) for answer in outputs]
         if complete:
             return answers_bundle(outputs, self._appearance.format, footer)
-        return streaming_bundle(outputs, self._appearance.format, footer)
+        return streaming_bundle(outputs, self._appearance.format, footer, self.key)
 
 
 class PromptLine:
@@ -152,6 +156,7 @@ class TerminalView:
     """A view that prints the answer as it comes, and further completions at the end; printed text stays."""
 
     interval = UPDATE_SECONDS
+    key = ""
 
     def __init__(self, appearance: Appearance) -> None:
         self._appearance = appearance
@@ -187,6 +192,7 @@ class SilentView:
     """A view that shows nothing, since the answer is read later."""
 
     interval = UPDATE_SECONDS
+    key = ""
 
     def update(self, result: object) -> None:
         """Show nothing."""

@@ -28,6 +28,8 @@ class Side:
         self._running = False
         self._footer = self._error = ""
 
+    key = ""
+
     @property
     def is_running(self) -> bool:
         """Return whether an answer is being written."""

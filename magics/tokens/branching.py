@@ -218,6 +218,7 @@ class _BranchView:
     """The view of a branch, which only notifies the tree's listeners."""
 
     interval = UPDATE_SECONDS
+    key = ""
 
     def __init__(self, notify: Callable[[Branch], None]) -> None:
         self.branch: Branch | None = None

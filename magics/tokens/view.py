@@ -41,6 +41,8 @@ class TokensView:
         self, shell: InteractiveShell, appearance: Appearance, rendered: View[GenerationResult] | None = None
     ) -> None:
         self.interval = UPDATE_SECONDS
+        # The tokens have a button of their own; before the first one there is an output without tokens.
+        self.key = uuid4().hex if rendered is None else rendered.key
         self._live = LiveDisplay(shell)
         self._idle = IdleClock.of(shell)
         self._appearance = appearance
@@ -62,7 +64,7 @@ class TokensView:
         """Show the line, or the placeholder, where the answer is going to stand."""
         if self._rendered is not None:
             return self._rendered.show_waiting(line)
-        self._live.show(streaming_bundle([], "text", line or self._appearance.placeholder))
+        self._live.show(streaming_bundle([], "text", line or self._appearance.placeholder, self.key))
         return True
 
     def update(self, result: GenerationResult) -> None:
@@ -72,7 +74,7 @@ class TokensView:
             self.interval = self._rendered.interval
             return
         if (reading := prompt_line(result)) and not result.finished:
-            self._live.show(answers_bundle([], "text", reading, complete=False))
+            self._live.show(streaming_bundle([], "text", reading, self.key))
             return
         if not self._appearance.stream or result.finished:
             return
