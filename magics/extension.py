@@ -119,7 +119,7 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
         servers=servers,
         recorder=recorder,
         others=(
-            ChatMagics(shell, session, config, conversations, servers, recorder),
+            ChatMagics(shell, session, config, conversations, servers, recorder, shelf.find),
             DashboardMagics(shell, session, config),
             runs,
             PromptsMagics(shell, shelf, recorder),

@@ -214,7 +214,9 @@ def begin_comparison(
         raise next(iter(result.errors.values()))
     options = [each.options for each in combinations]
     judge = judge_of(plan.scores, result.results, engines, options, submitter)
-    return ComparisonRun(result, sender, view, engines, Scoring(plan.scores, result.scores, judge), submitter.stops)
+    return ComparisonRun(
+        result, sender, view, engines, Scoring(plan.scores, result.scores, judge), submitter.stops
+    )
 
 
 def _take_kept(

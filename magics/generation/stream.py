@@ -63,7 +63,9 @@ class Stream(ABC, Generic[R]):
     def _ids_sent_to(self, name: str) -> list[str]:
         """Return the engine's ids of the first requests that an engine has been sent and that have not ended."""
         sent = (r.collector for r in self.requests if r.origin.client.name == name)
-        return [collector.engine_request_id for collector in islice(sent, _MOST_ASKED) if collector is not None]
+        return [
+            collector.engine_request_id for collector in islice(sent, _MOST_ASKED) if collector is not None
+        ]
 
     def end_after(self, timeout: float) -> None:
         """End what has not ended when `timeout` seconds have passed; what has been written by then is kept."""

@@ -68,6 +68,11 @@ class Rousable(Watched, Protocol):
         """Return the blocking controls of the engine."""
 
 
+def _no_requests(name: str) -> Sequence[str]:
+    del name
+    return ()
+
+
 class WaitNotice:
     """A notice that an engine stalls, that it goes on, and why no output comes; each is printed once.
 
@@ -85,7 +90,7 @@ class WaitNotice:
         self.show: Callable[[str], bool] | None = None
         """Shows a line in the place of the answer, none if it is empty; returns whether it can. It is called by `look`
         and `note_output` in their thread, and by `looking` in that of its loop."""
-        self.requests: Callable[[str], Sequence[str]] = lambda name: ()
+        self.requests: Callable[[str], Sequence[str]] = _no_requests
         """Returns the ids of the requests that an engine has been sent, by the engine's name."""
         self._line = ""
         """The line that is shown."""
@@ -164,7 +169,9 @@ class WaitNotice:
     def _find_reasons(self) -> dict[str, Reason]:
         due = [client for name, client in list(self.clients.items()) if self._is_due(name)]
         found = {
-            c.name: reason_of(c, self.requests(c.name), has_begun=self.has_begun) for c in due if c.stall is None
+            c.name: reason_of(c, self.requests(c.name), has_begun=self.has_begun)
+            for c in due
+            if c.stall is None
         }
         return {name: reason for name, reason in found.items() if reason is not None}
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from IPython.core.interactiveshell import InteractiveShell
 

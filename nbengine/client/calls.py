@@ -22,7 +22,14 @@ import msgspec
 from nbengine.checks import require, require_bool, require_int, require_path
 from nbengine.config import EngineConfig
 from nbengine.ipc.transcripts import TranscriptRecord, records_of
-from nbengine.ipc.utilities import DEFAULT_PROFILE_STEPS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, ProfileReport, QueuePlace
+from nbengine.ipc.utilities import (
+    DEFAULT_PROFILE_STEPS,
+    PAUSE_MODES,
+    SLEEP_LEVELS,
+    SLEEP_TAGS,
+    ProfileReport,
+    QueuePlace,
+)
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.plain import is_ordered, plain
 
@@ -170,7 +177,9 @@ def _queue_place(answer: Any) -> QueuePlace | None:
 
 def _first_place(answers: Sequence[Any]) -> QueuePlace | None:
     """Return the place of the request that is admitted first, of those that wait in several engine cores."""
-    places = [msgspec.convert(answer, QueuePlace, from_attributes=True) for answer in answers if answer is not None]
+    places = [
+        msgspec.convert(answer, QueuePlace, from_attributes=True) for answer in answers if answer is not None
+    ]
     return min(places, key=lambda place: (place.num_ahead, place.rank), default=None)
 
 

@@ -7,7 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from nbengine.checks import MAX_TIMEOUT, checked_texts, checked_token_ids, require, require_method, require_number
+from nbengine.checks import (
+    MAX_TIMEOUT,
+    checked_texts,
+    checked_token_ids,
+    require,
+    require_method,
+    require_number,
+)
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.history import DEFAULT_HISTORY_TIMEOUT, read_history
 from nbengine.errors import NBEngineError, NotSupportedError

@@ -73,7 +73,9 @@ class _Picture:
         for wave in self._timeline.waves:
             left, right = self._x(wave.start), self._x(wave.end)
             drawing.open_group(f"wave {wave.number}: {wave.start:.2f} s to {wave.end:.2f} s")
-            drawing.bar(Rect(left, self._y + 2, max(1.0, right - left - 1), LINE - 4), ROLES["running"], opacity=0.18)
+            drawing.bar(
+                Rect(left, self._y + 2, max(1.0, right - left - 1), LINE - 4), ROLES["running"], opacity=0.18
+            )
             drawing.close_group()
             if right - left >= _SMALLEST_MARK:
                 drawing.text(left + 4, self._y + 12, str(wave.number), width=right - left - 4)
@@ -111,7 +113,9 @@ class _Picture:
             dummy = Rect(place.x, place.y, place.width, place.height - real)
             self._drawing.bar(dummy, ROLES["dummy"], opacity=0.85)
         if tenths:
-            self._drawing.bar(Rect(place.x, place.bottom - real, place.width, real), ROLES["running"], opacity=0.9)
+            self._drawing.bar(
+                Rect(place.x, place.bottom - real, place.width, real), ROLES["running"], opacity=0.9
+            )
 
     def _curve(self, columns: list[RankSpan | None], top: float) -> None:
         """Draw the requests that wait above those that run, as areas, and a tick at each preemption."""

@@ -48,7 +48,12 @@ def press(stops: StopButtons, key: str) -> None:
 
 def marks(shell: InteractiveShell) -> set[str]:
     """The marks in the outputs as they are now."""
-    return {key for output in publisher(shell).outputs() for form in output.values() for key in MARK.findall(str(form))}
+    return {
+        key
+        for output in publisher(shell).outputs()
+        for form in output.values()
+        for key in MARK.findall(str(form))
+    }
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -100,7 +105,10 @@ def test_a_cell_that_blocks_is_ended_from_another_thread(
     result = kernel_shell.run_cell("%%generate -o out\nhi")
     thread.join()
     assert type(result.error_in_exec).__name__ == "KeyboardInterrupt"
-    assert (kernel_shell.user_ns["out"].text, kernel_shell.user_ns["out"].finish_reason) == ("So far", "abort")
+    assert (kernel_shell.user_ns["out"].text, kernel_shell.user_ns["out"].finish_reason) == (
+        "So far",
+        "abort",
+    )
     assert streams(stops) == {}
 
 

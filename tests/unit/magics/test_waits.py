@@ -166,7 +166,10 @@ def reasons(capsys: Capture, monkeypatch: pytest.MonkeyPatch, notice: WaitNotice
             "sleeps: `%engine wake busy` wakes it, in another notebook or",
         ),
         (SchedulerStats(is_paused=True, num_waiting_reqs=1), "is paused: `%engine resume busy`"),
-        (SchedulerStats(num_running_reqs=4, num_waiting_reqs=1), "is busy: 4 requests run, 1 request waits, 3 ahead"),
+        (
+            SchedulerStats(num_running_reqs=4, num_waiting_reqs=1),
+            "is busy: 4 requests run, 1 request waits, 3 ahead",
+        ),
     ],
 )
 def test_until_something_comes_a_cell_says_once_what_it_waits_for(
@@ -312,9 +315,21 @@ async def test_an_output_says_why_and_where_its_request_waits_until_the_answer_t
     await until(lambda: bool(engine.collectors))
     for state, ahead, shown in (
         (SchedulerStats(num_running_reqs=2, num_waiting_reqs=4), 3, "waiting: 3 ahead, 2 requests run"),
-        (SchedulerStats(num_running_reqs=2, num_waiting_reqs=1), 0, "waiting: next in the queue, 2 requests run"),
-        (SchedulerStats(sleep_level=1), None, f"waiting: asleep: `%engine wake random-tiny` wakes it{HELD_UP}"),
-        (SchedulerStats(is_paused=True), None, f"waiting: paused: `%engine resume random-tiny` lets it go on{HELD_UP}"),
+        (
+            SchedulerStats(num_running_reqs=2, num_waiting_reqs=1),
+            0,
+            "waiting: next in the queue, 2 requests run",
+        ),
+        (
+            SchedulerStats(sleep_level=1),
+            None,
+            f"waiting: asleep: `%engine wake random-tiny` wakes it{HELD_UP}",
+        ),
+        (
+            SchedulerStats(is_paused=True),
+            None,
+            f"waiting: paused: `%engine resume random-tiny` lets it go on{HELD_UP}",
+        ),
         (UtilityError("no engine core takes calls"), None, "waiting: engine starting"),
     ):
         engine.num_ahead = ahead

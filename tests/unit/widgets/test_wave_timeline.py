@@ -251,7 +251,11 @@ def test_the_picture_has_the_dashboards_colours_and_shows_who_waits_and_who_was_
     total = timeline.total(0)
     assert (total.num_requests, total.num_waiting, total.preemptions) == (6, 4, 2)
     svg = timeline.svg()
-    colours = {colour for attribute in ("fill", "stroke") for colour in re.findall(f'{attribute}="(#.*?)"', svg)}
+    colours = {
+        colour for attribute in ("fill", "stroke") for colour in re.findall(f'{attribute}="(#.*?)"', svg)
+    }
     assert colours == {ROLES[role] for role in ("running", "waiting", "preempted", "free")}
-    assert {"requests that wait", "preempted"} <= {node.text for node in ElementTree.fromstring(svg).iter(f"{SVG}text")}
+    assert {"requests that wait", "preempted"} <= {
+        node.text for node in ElementTree.fromstring(svg).iter(f"{SVG}text")
+    }
     assert [state.preemptions for state in timeline.columns(0, 3) if state is not None] == [0, 2, 0]
