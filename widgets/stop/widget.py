@@ -26,7 +26,7 @@ class StopWidget(anywidget.AnyWidget):
     _css = stylesheet("stop")
 
     streams = traitlets.Dict().tag(sync=True)
-    """Whether the running cell waits for each answer that is being written, by key."""
+    """The keys of the answers that are being written, each with whether the running cell waits for it."""
     interrupt_path = traitlets.Unicode("").tag(sync=True)
 
     def __init__(self, stop: Callable[[str], None]) -> None:
