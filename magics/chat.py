@@ -30,6 +30,7 @@ from nbengine.magics.generation.turn import Turn
 from nbengine.magics.generation.view import Appearance
 from nbengine.magics.generation.waiting import Wait
 from nbengine.magics.help import documented
+from nbengine.magics.kept_prompts.calls import FindPrompt
 from nbengine.magics.kept_runs.recording import Occasion, Recorder
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import NotebookSession
@@ -103,8 +104,10 @@ class ChatMagics(Magics):
         conversations: Conversations,
         servers: McpServers,
         recorder: Recorder,
+        find_prompt: FindPrompt,
     ) -> None:
         super().__init__(shell)
+        self._find_prompt = find_prompt
         self.conversations = conversations
         self._servers = servers
         self._session = session
@@ -129,7 +132,12 @@ class ChatMagics(Magics):
         shell, namespace = self.shell, prompt_namespace(self.shell)
         try:
             options = parse_chat(
-                line, cell, self._config, lambda text: interpolate(text, namespace), namespace
+                line,
+                cell,
+                self._config,
+                lambda text: interpolate(text, namespace),
+                namespace,
+                self._find_prompt,
             )
             if options.message is None:
                 self._manage(options)

@@ -117,8 +117,10 @@ class Completion:
         elif match["magic"] in self.parsers:
             parser = self.parsers[match["magic"]]()
             is_line = match["sign"] == "%"
-            if match["magic"] == "generate" and (call := self._of_call(parser, words, fragment)) is not None:
-                return fragment, call
+            if match["magic"] in _WITH_PROMPTS:
+                call = self._of_call(parser, words, fragment)
+                if call is not None:
+                    return fragment, call
             if is_line and not parser.positionals and _has_prompt(rest[: len(rest) - len(fragment)], parser):
                 return "", []
             fragment, candidates = self._of_flags(

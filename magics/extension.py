@@ -89,6 +89,7 @@ class Extension:
         """End background generations and MCP servers, write the runs that wait, detach from every engine, and return what
         becomes of the engines."""
         self.session.ongoing.cancel_background()
+        self.session.ongoing.stops.close()
         self.servers.close()
         self.recorder.close()
         self.session.backend.drop_spare()
@@ -118,7 +119,7 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
         servers=servers,
         recorder=recorder,
         others=(
-            ChatMagics(shell, session, config, conversations, servers, recorder),
+            ChatMagics(shell, session, config, conversations, servers, recorder, shelf.find),
             DashboardMagics(shell, session, config),
             runs,
             PromptsMagics(shell, shelf, recorder),

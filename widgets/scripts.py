@@ -2,7 +2,7 @@
 
 A widget's script lies in `static/NAME/` as ES modules, `index.js` first; the browser can load them as they
 are. For anywidget they are put one after another. Only modules that allow that are accepted: imports are
-`import { a, b } from "./x.js";`, exports stand before a declaration (in `index.js` also `export default`), a
+`import { a, b } from "./x.js";`, or from "../common/x.js" what several widgets share, exports stand before a declaration (in `index.js` also `export default`), a
 name is declared at the top level of one module only, and modules do not import each other in circles.
 """
 
@@ -13,7 +13,10 @@ from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
 
-_IMPORT = re.compile(r'^import \{\s*((?:[\w$]+,\s*)*[\w$]+),?\s*\} from "\./([\w-]+\.js)";\n', re.MULTILINE)
+_IMPORT = re.compile(
+    r'^import \{\s*((?:[\w$]+,\s*)*[\w$]+),?\s*\} from "(?:\./([\w-]+\.js)|(\.\./common/[\w-]+\.js))";\n',
+    re.MULTILINE,
+)
 _EXPORT = re.compile(r"^export (?=(?:async function|function|class|const|let)\b)", re.MULTILINE)
 _DECLARATION = re.compile(
     r"^(export )?(?:async function|function\*?|class|const|let|var) *([\w$]+)", re.MULTILINE
@@ -59,7 +62,8 @@ def _visit(
     exported = {name for is_exported, name in declarations if is_exported}
     if module in order:
         return exported
-    for names, imported in _IMPORT.findall(text):
+    for names, own, common in _IMPORT.findall(text):
+        imported = own or common
         missing = set(re.split(r",\s*", names)) - _visit(folder, imported, [*above, module], order, declared)
         if missing:
             raise ScriptError(f"{module}: {imported} does not export {', '.join(sorted(missing))}")

@@ -22,6 +22,7 @@ from nbengine.magics.kept_runs.recording import Occasion, Recorder
 from nbengine.magics.scores.judging import judge_of
 from nbengine.magics.scores.scoring import Scoring
 from nbengine.magics.session import AttachedEngine
+from nbengine.widgets.stop.buttons import StopButtons
 from nbengine.widgets.words import count, print_quietly
 
 
@@ -39,8 +40,9 @@ class ComparisonRun(Stream[ComparisonResult]):
         view: View[ComparisonResult],
         engines: Sequence[AttachedEngine],
         scoring: Scoring,
+        stops: StopButtons,
     ) -> None:
-        super().__init__(result, view, [engine.client for engine in engines])
+        super().__init__(result, view, [engine.client for engine in engines], stops)
         self._sender = sender
         self._scoring = scoring
         for position, found in enumerate(result):
@@ -212,7 +214,9 @@ def begin_comparison(
         raise next(iter(result.errors.values()))
     options = [each.options for each in combinations]
     judge = judge_of(plan.scores, result.results, engines, options, submitter)
-    return ComparisonRun(result, sender, view, engines, Scoring(plan.scores, result.scores, judge))
+    return ComparisonRun(
+        result, sender, view, engines, Scoring(plan.scores, result.scores, judge), submitter.stops
+    )
 
 
 def _take_kept(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from uuid import uuid4
 
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -34,6 +35,7 @@ from nbengine.widgets.grid.pace import AnswerCount, AnswerTotals, Pace
 from nbengine.widgets.grid.text import cell_text, final_text, live_text
 from nbengine.widgets.live import LiveDisplay, MimeBundle, in_kernel
 from nbengine.widgets.open_views import ClosableView, OpenViews
+from nbengine.widgets.stop.buttons import mark
 from nbengine.widgets.words import count, harmless, joined, print_quietly, seconds
 
 _SECONDS_A_CELL = 5e-5
@@ -51,6 +53,8 @@ class GridState:
         axes = [(axis.name, [setting_text(setting) for setting in axis.settings]) for axis in plan.axes]
         self.layout: GridLayout = layout_of(axes, plan.num_each)
         self.result = result
+        self.waiting = ""
+        """The reason why no answer has begun."""
         self.cells = [GridCell() for _ in result]
         self._options = [combination.options for combination in plan.combinations]
         self._params = params
@@ -132,6 +136,7 @@ class GridState:
         rate, left = self._pace.rate, self._pace.seconds_left(self._counts(), self._settled)
         running = sum(self.cells[index].state == "running" for index in self._open)
         return joined(
+            self.waiting,
             f"{self.num_ended} of {count(self.num_answers, 'answer')}",
             f"{running} running" if running else "",
             f"{count(self.result.scores.num_open, 'score')} to come" if self.result.scores.num_open else "",
@@ -271,6 +276,7 @@ class GridCellView:
         stream: bool,
     ) -> None:
         self.interval = UPDATE_SECONDS
+        self.key = uuid4().hex
         self._state = state
         self._stream = stream
         self._scores = (
@@ -280,6 +286,12 @@ class GridCellView:
         self._views, self._deeds = views, deeds
         self._html = GridHtml(state.layout, self._scores.grid if self._scores is not None else "")
         self._draw()
+
+    def show_waiting(self, line: str) -> bool:
+        """Show the line above the grid."""
+        self._state.waiting = line
+        self._draw()
+        return True
 
     def update(self, result: ComparisonResult) -> None:
         """Replace the grid if something has changed, and set the pace by what that cost."""
@@ -319,7 +331,7 @@ class GridCellView:
         fraction = state.num_ended / state.num_answers
         html = self._html.live(state.head, fraction, state.cells if self._stream else [], state.first_open)
         plain = live_text(state.head, state.num_characters)
-        size = self._live.show({"text/plain": plain, "text/html": html})
+        size = self._live.show({"text/plain": plain, "text/html": html + mark(self.key)})
         if self._scores is not None:
             size += self._scores.update()
         # Looking at thousands of results takes a while, too.
@@ -331,6 +343,7 @@ class GridTerminalView:
     """A terminal's view, which prints each answer once it and all before it are complete, and progress."""
 
     interval = UPDATE_SECONDS
+    key = ""
 
     def __init__(self, state: GridState) -> None:
         self._state = state
@@ -342,6 +355,11 @@ class GridTerminalView:
         self._print(result, complete_only=True)
         if sys.stdout.isatty() and self._printed < len(self._state.cells):
             print(f"{ERASE_LINE}\x1b[2m[{self._state.head}]\x1b[0m", end="", flush=True)
+
+    def show_waiting(self, line: str) -> bool:
+        """Return that nothing printed can be replaced."""
+        del line
+        return False
 
     def finish(self, result: ComparisonResult, note: str = "") -> None:
         """Print the remaining answers and the sums."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from IPython.core.error import UsageError
 
 from nbengine.frontend.parsing.formats import TOOL_PARSERS
-from nbengine.magics.arguments import MagicParser, split_body
+from nbengine.frontend.prompts.prompt import Filled
+from nbengine.magics.arguments import MagicParser
+from nbengine.magics.comparison.axes import Bindings
 from nbengine.magics.config import NBEngine
 from nbengine.magics.conversations.conversation import DEFAULT_NAME
 from nbengine.magics.generation.arguments import Expand, GenerateOptions, common_options, generate_parser
 from nbengine.magics.generation.structured import add_constraint_flags
 from nbengine.magics.generation.thinking import add_template_flags
+from nbengine.magics.kept_prompts.calls import FindPrompt, no_prompt, split_call
 from nbengine.magics.tools.carrying import DEFAULT_MAX_CALLS, ToolOptions
 from nbengine.magics.tools.toolbox import tools_of
 
@@ -41,6 +44,8 @@ Talk with the model: each message is answered with all of the conversation befor
 
   %%chat [flags]          the cell's body is the message
   %chat [flags] MESSAGE   the rest of the line is the message
+  %chat @NAME x=…         the message is a prompt that %%prompt NAME has kept, with these values; its system message
+                          becomes that of the conversation, as --system does
   %chat --show | --undo [N] | --reset | --save FILE | --load FILE
 
 Running a cell again replaces what it had said, and drops what came after that; --append adds to the end instead.
@@ -58,6 +63,7 @@ examples:
   %%chat --system "You are a poet." --temperature 0.9
   %chat And now in French
   %chat --undo
+  %chat @support name=Ann
   %%chat --name second -o other
   %%chat --tools weather,convert --confirm
   %%chat --mcp "uvx mcp-server-time" --confirm
@@ -177,9 +183,16 @@ def _tool_options(parsed: Any, namespace: Mapping[str, object], prog: str) -> To
 
 
 def parse_chat(
-    line: str, body: str | None, config: NBEngine, expand: Expand, namespace: Mapping[str, object]
+    line: str,
+    body: str | None,
+    config: NBEngine,
+    expand: Expand,
+    namespace: Mapping[str, object],
+    find_prompt: FindPrompt = no_prompt,
 ) -> ChatOptions:
     """Read a line, and the cell's body if there is one, into options; values are checked later.
+
+    `find_prompt` finds the kept prompt that `@NAME` means.
 
     Raises:
         UsageError: the line cannot be understood.
@@ -187,9 +200,15 @@ def parse_chat(
     """
     prog = "%chat" if body is None else "%%chat"
     parser = chat_parser(expand, prog)
-    words, message = split_body(line, body, parser, "message")
+    words, message, call = split_call(line, body, parser, "message", find_prompt)
     parsed = parser.parse_words(words)
-    message = expand(message)
+    filled = None if call is None else call.fill(Bindings({}, namespace), {}, expand)
+    if filled is None:
+        message = expand(message)
+    else:
+        message = filled.question
+        if parsed.system is None:
+            parsed.system = _system_of(filled, prog)
     has_message = bool(message.strip())
     acts = parsed.undo is not None or parsed.reset or parsed.save or parsed.load or parsed.system is not None
     if not (has_message or acts or parsed.show):
@@ -214,9 +233,25 @@ def parse_chat(
         append=parsed.append,
         save=parsed.save,
         load=parsed.load,
-        generate=_generate_options(parsed, message, config, namespace, prog),
+        generate=replace(_generate_options(parsed, message, config, namespace, prog), kept=filled),
         tools=_tool_options(parsed, namespace, prog),
     )
+
+
+def _system_of(filled: Filled, prog: str) -> str | None:
+    """Return the system message of a kept prompt, None without one.
+
+    Raises:
+        UsageError: the prompt has more messages, which would be turns that nobody has had.
+    """
+    others = filled.messages[:-1]
+    system = others[0]["content"] if others and others[0]["role"] == "system" else None
+    if len(others) > (system is not None):
+        raise UsageError(
+            f"{prog}: @{filled.name}: a turn is one message, and the prompt has examples or other messages before its last "
+            f"one: %generate @{filled.name} asks with all of them"
+        )
+    return system
 
 
 def _generate_options(

@@ -9,7 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.frontend.parsing.answer_parser import AnswerReading
 from nbengine.magics.conversations.answer import Answer, answer_in
 from nbengine.magics.conversations.conversation import Conversation, Exchange
-from nbengine.magics.generation.render import answer_bundle, footer_of
+from nbengine.magics.generation.render import answer_bundle, footer_of, growing
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, CellView, PromptLine, View
 from nbengine.magics.tools.cards import card_html, written
@@ -105,13 +105,15 @@ class ChatCellView(CellView):
 
     def _bundle(self, result: GenerationResult, footer: str = "", *, complete: bool = True) -> dict[str, str]:
         answer = answer_in(result.text, self._reading, complete=complete)
-        return chat_bundle(answer, self._appearance.format, footer, complete=complete)
+        bundle = chat_bundle(answer, self._appearance.format, footer, complete=complete)
+        return bundle if complete else growing(bundle, self.key)
 
 
 class ChatTerminalView:
     """A view that prints an answer as it comes; of its reasoning it prints only the length."""
 
     interval = UPDATE_SECONDS
+    key = ""
 
     def __init__(self, appearance: Appearance, reading: AnswerReading, notes: AnswerNotes) -> None:
         self._appearance = appearance
@@ -128,6 +130,11 @@ class ChatTerminalView:
         self._line.erase()
         if self._appearance.stream:
             self._print(answer_in(result.text, self._reading, complete=False))
+
+    def show_waiting(self, line: str) -> bool:
+        """Return that nothing printed can be replaced."""
+        del line
+        return False
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Print the remaining text and the footer."""

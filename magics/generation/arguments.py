@@ -15,8 +15,6 @@ from nbengine.magics.arguments import (
     MagicParser,
     key_value,
     positive_seconds,
-    split_body,
-    split_words,
     unescaped,
     variable_name,
 )
@@ -24,7 +22,7 @@ from nbengine.magics.comparison.axes import Several, one_or_several
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.generation.structured import add_constraint_flags, constraint_of
 from nbengine.magics.generation.thinking import TemplateOptions, add_template_flags, template_options
-from nbengine.magics.kept_prompts.calls import FindPrompt, PromptCall, names_prompt, no_prompt, take_call
+from nbengine.magics.kept_prompts.calls import FindPrompt, PromptCall, no_prompt, split_call
 from nbengine.magics.scores.flags import add_score_flags
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -291,10 +289,7 @@ def read_line(
     """
     prog = "%generate" if body is None else "%%generate"
     parser = generate_parser(expand, prog)
-    words, prompt = split_body(line, body, parser, "prompt")
-    if body is None and names_prompt(line, prompt):
-        words, prompt = [*words, *split_words(prompt, prog)], ""
-    words, call = take_call(words, prompt if body is not None else None, parser, find_prompt)
+    words, prompt, call = split_call(line, body, parser, "prompt", find_prompt)
     return GenerateLine(prog, parser, words, prompt, call)
 
 

@@ -34,6 +34,15 @@ class LostClient:
         del timeout
         raise _refusal()
 
+    def place_within(self, request_ids: Sequence[str], timeout: float) -> NoReturn:
+        """Refuse to tell of a queue.
+
+        Raises:
+            NBEngineError: always; the message says why.
+        """
+        del request_ids, timeout
+        raise _refusal()
+
     @property
     def control(self) -> NoReturn:
         """Refuse to control an engine.

@@ -9,6 +9,7 @@ from weakref import WeakSet
 from nbengine.magics.answers.kept import Answers
 from nbengine.magics.generation.result import Handle
 from nbengine.widgets.open_views import ClosableView, OpenViews
+from nbengine.widgets.stop.buttons import StopButtons
 
 MOST_VIEWS = 100
 """The most views that stay open: each keeps its tokens in the kernel and in the page."""
@@ -25,6 +26,8 @@ class OngoingRequests:
         """The answers of all requests, also of those that have ended."""
         self.views = OpenViews[ClosableView](MOST_VIEWS)
         """The outputs whose widgets may ask their engines for more."""
+        self.stops = StopButtons()
+        """The buttons beside the answers that are being written."""
 
     def add(self, engine_request_id: str, *, foreground: bool) -> None:
         """Note a request; `foreground` says that the running cell waits for it."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from nbengine.magics.generation.markdown import closed_markdown, fenced, harmless_markdown, unfenced
 from nbengine.magics.generation.result import UNREADABLE_JSON, GenerationResult
 from nbengine.outputs import CompletionOutput
 from nbengine.widgets.grid.html import side_by_side
+from nbengine.widgets.stop.buttons import mark
 from nbengine.widgets.words import MUTED, PLAIN, PROSE, count, joined, muted, seconds
 
 _JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[][{}:,]|[^][{}:,"\s]+', re.DOTALL)
@@ -29,7 +30,7 @@ CARET = '<span aria-hidden="true" style="opacity:0.6">▍</span>'
 _CODE = f"{PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
 
 
-LATE = (
+_LATE = (
     "<style>@keyframes nbe-late { from, to { visibility: hidden } }</style>"
     f'<div class="nbe-late" style="{MUTED};animation:nbe-late 20s">'
     "nothing new for a while: after this page was loaded again, <code>%engine recover</code> shows the answer</div>"
@@ -40,12 +41,17 @@ A page that is loaded again no longer gets what a cell of before shows, and keep
 """
 
 
+def growing(bundle: Mapping[str, str], key: str) -> dict[str, str]:
+    """Add to a MIME bundle what an answer has while it is being written: the mark `key`, and a line for later."""
+    plain, *rich = bundle.items()
+    return dict([plain, *((kind, f"{text}\n\n{_LATE}{mark(key)}") for kind, text in rich)])
+
+
 def streaming_bundle(
-    answers: Sequence[CompletionOutput], output_format: str, footer: str = ""
+    answers: Sequence[CompletionOutput], output_format: str, footer: str = "", key: str = ""
 ) -> dict[str, str]:
-    """Make the MIME bundle of completions that are still being written."""
-    plain, *rich = answers_bundle(answers, output_format, footer, complete=False).items()
-    return dict([plain, *((kind, f"{text}\n\n{LATE}") for kind, text in rich)])
+    """Make the MIME bundle of completions that are still being written, with the mark `key`."""
+    return growing(answers_bundle(answers, output_format, footer, complete=False), key)
 
 
 def answer_bundle(

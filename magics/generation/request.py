@@ -40,10 +40,6 @@ class Collector(Protocol):
 class RequestClient(Rousable, Protocol):
     """The part of `AsyncLLM` that requests use."""
 
-    @property
-    def engine_ranks(self) -> Sequence[int]:
-        """Return the ranks of the engine cores that take requests now."""
-
     def submit(
         self,
         prompt: Any,

@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import islice
 from typing import Generic, TypeVar
 
 from nbengine.errors import NBEngineError
@@ -20,11 +22,14 @@ from nbengine.magics.generation.view import View
 from nbengine.magics.generation.waits import LOOK_SECONDS, WaitNotice, Watched
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.outputs import RequestOutput
+from nbengine.widgets.stop.buttons import StopButtons
 from nbengine.widgets.words import seconds
 
 R = TypeVar("R")
 _CANCEL_POLL_SECONDS = 0.1
 _CLOCK_SECONDS = 0.01
+_MOST_ASKED = 32
+"""The most requests whose place in the queue is asked for: those of a cell are admitted in their order."""
 
 
 class Stream(ABC, Generic[R]):
@@ -34,21 +39,33 @@ class Stream(ABC, Generic[R]):
     interval share the cost of an update, and the first token does not wait.
     """
 
-    def __init__(self, result: R, view: View[R], waited_for: Iterable[Watched]) -> None:
-        """Make the stream of a result; `waited_for` are the clients to look at meanwhile."""
+    def __init__(self, result: R, view: View[R], waited_for: Iterable[Watched], stops: StopButtons) -> None:
+        """Make the stream of a result; `waited_for` are the clients to look at meanwhile, and one of `stops` ends it."""
         self.result = result
         self.waits = WaitNotice(waited_for)
+        self.waits.show = view.show_waiting
+        self.waits.requests = self._ids_sent_to
         self._view = view
         self._deadline = math.inf
         self._timeout = math.inf
         self._note = ""
         self._cancelled = threading.Event()
         self._interrupt_taken = False
+        self._stops = stops
+        self._wake: Callable[[], object] | None = None
+        """Makes the event loop that waits for the stream abort what has not ended; None where a thread waits."""
 
     @property
     @abstractmethod
     def requests(self) -> Sequence[Request]:
         """Return the requests that have been sent, at least those that have not ended."""
+
+    def _ids_sent_to(self, name: str) -> list[str]:
+        """Return the engine's ids of the first requests that an engine has been sent and that have not ended."""
+        sent = (r.collector for r in self.requests if r.origin.client.name == name)
+        return [
+            collector.engine_request_id for collector in islice(sent, _MOST_ASKED) if collector is not None
+        ]
 
     def end_after(self, timeout: float) -> None:
         """End what has not ended when `timeout` seconds have passed; what has been written by then is kept."""
@@ -82,10 +99,14 @@ class Stream(ABC, Generic[R]):
             Interrupted: this task was cancelled, which is how a kernel interrupts a coroutine.
             NBEngineError: the request or its engine failed; the partial result is shown and kept.
         """
+        loop = asyncio.get_running_loop()
+        self._wake = partial(loop.call_soon_threadsafe, self._abort_all)
         try:
-            async with ticking(), self.waits.looking(), self._timed():
-                while not await self._step():
-                    await asyncio.sleep(self._view.interval)
+            with self._stops.offer(self._view.key, self.stop, foreground=True):
+                async with ticking(), self.waits.looking(), self._timed():
+                    while not await self._step():
+                        await asyncio.sleep(self._view.interval)
+            self._raise_if_stopped()
         except asyncio.CancelledError:
             raise self._interrupted() from None
         finally:
@@ -94,8 +115,12 @@ class Stream(ABC, Generic[R]):
     def run_blocking(self) -> None:
         """Stream until the end, in this thread; raise as `run` does."""
         try:
-            while not self._step_and_look():
-                time.sleep(self._view.interval)
+            with self._stops.offer(self._view.key, self.stop, foreground=True):
+                while not self._step_and_look():
+                    time.sleep(self._view.interval)
+            self._raise_if_stopped()
+        except Interrupted:
+            raise
         except KeyboardInterrupt:
             raise self._interrupted() from None
         finally:
@@ -116,6 +141,16 @@ class Stream(ABC, Generic[R]):
         thread.start()
         return handle
 
+    def stop(self) -> None:
+        """End as an interrupt ends the cell that waits; safe on any thread, and does not wait."""
+        self._interrupt_taken = True
+        if self._wake is not None:
+            self._wake()
+
+    def _raise_if_stopped(self) -> None:
+        if self._interrupt_taken:
+            raise self._interrupted()
+
     def cancel(self) -> None:
         """Abort the requests that have not ended, so the background thread finishes; safe on any thread."""
         self._cancelled.set()
@@ -123,15 +158,8 @@ class Stream(ABC, Generic[R]):
 
     def _run_background(self, handle: Handle[R]) -> None:
         try:
-            while not self._cancelled.is_set():
-                self.waits.look()
-                self._check_time()
-                try:
-                    if self._step_blocking(_CANCEL_POLL_SECONDS):
-                        break
-                except TimeoutError:
-                    continue
-                self._cancelled.wait(self._view.interval)
+            with self._stops.offer(self._view.key, self.cancel, foreground=False):
+                self._stream_in_background()
             self._end()
         except NBEngineError as error:
             cancelled = self._cancelled.is_set()
@@ -148,12 +176,26 @@ class Stream(ABC, Generic[R]):
         else:
             handle.settle()
 
+    def _stream_in_background(self) -> None:
+        while not self._cancelled.is_set():
+            self.waits.look()
+            self._check_time()
+            try:
+                if self._step_blocking(_CANCEL_POLL_SECONDS):
+                    break
+            except TimeoutError:
+                continue
+            self._cancelled.wait(self._view.interval)
+
     def _step_and_look(self) -> bool:
         while True:
             self.waits.look()
             self._check_time()
+            # A button that was pressed on another thread.
+            self._raise_if_stopped()
+            wait = min(_CANCEL_POLL_SECONDS, LOOK_SECONDS, self._deadline - time.monotonic())
             try:
-                return self._step_blocking(max(0.0, min(LOOK_SECONDS, self._deadline - time.monotonic())))
+                return self._step_blocking(max(0.0, wait))
             except TimeoutError:
                 continue
 
@@ -199,7 +241,7 @@ class Generation(Stream[GenerationResult]):
     def __init__(
         self, request: Request, view: View[GenerationResult], waited_for: Iterable[Watched] = ()
     ) -> None:
-        super().__init__(request.result, view, waited_for)
+        super().__init__(request.result, view, waited_for, request.origin.ongoing.stops)
         self._request = request
         assert request.collector is not None, "the request has not been sent"
         self._collector = request.collector

@@ -25,6 +25,7 @@ from nbengine.magics.session import AttachedEngine, NotebookSession
 from nbengine.magics.tokens.branching import BranchTree
 from nbengine.sampling_params import SamplingParams
 from nbengine.widgets.open_views import ClosableView, OpenViews
+from nbengine.widgets.stop.buttons import StopButtons
 
 
 class Submitter:
@@ -83,6 +84,11 @@ class Submitter:
     def views(self) -> OpenViews[ClosableView]:
         """Return the notebook's open widgets."""
         return self._session.ongoing.views
+
+    @property
+    def stops(self) -> StopButtons:
+        """Return the buttons beside the answers that are being written."""
+        return self._session.ongoing.stops
 
     def params(self, engine: AttachedEngine, options: GenerateOptions) -> SamplingParams:
         """Return the sampling parameters of a request.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
+from uuid import uuid4
 from weakref import WeakSet
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -64,12 +65,17 @@ class View(Protocol[Shown_contra]):
     """A view that shows a growing result, of one request or of several; `interval` is the number of seconds until the next update."""
 
     interval: float
+    key: str
+    """The key that marks the output while it grows, for its stop button; empty if the view has no output that can have one."""
 
     def update(self, result: Shown_contra) -> None:
         """Show the present state."""
 
     def finish(self, result: Shown_contra, note: str = "") -> None:
         """Show the final state, once; `note` is a last line to add."""
+
+    def show_waiting(self, line: str) -> bool:
+        """Show in the place of the answer why it has not begun, no more so if `line` is empty; return whether it can."""
 
 
 class CellView:
@@ -84,10 +90,17 @@ class CellView:
 
     def __init__(self, shell: InteractiveShell, appearance: Appearance) -> None:
         self.interval = UPDATE_SECONDS
+        self.key = uuid4().hex
         self._live = LiveDisplay(shell)
         self._appearance = appearance
         if appearance.placeholder:
-            self._live.show(answers_bundle([], appearance.format, appearance.placeholder, complete=False))
+            self.show_waiting("")
+
+    def show_waiting(self, line: str) -> bool:
+        """Show the line, or the placeholder, where the answer is going to stand."""
+        line = line or self._appearance.placeholder
+        self._live.show(streaming_bundle([], self._appearance.format, line, self.key))
+        return True
 
     def update(self, result: GenerationResult) -> None:
         """Replace the answer, or what is said of a long prompt, and set the pace by what that cost."""
@@ -115,7 +128,7 @@ class CellView:
             outputs = [result.without_reasoning(answer) for answer in outputs]
         if complete:
             return answers_bundle(outputs, self._appearance.format, footer)
-        return streaming_bundle(outputs, self._appearance.format, footer)
+        return streaming_bundle(outputs, self._appearance.format, footer, self.key)
 
 
 class PromptLine:
@@ -143,6 +156,7 @@ class TerminalView:
     """A view that prints the answer as it comes, and further completions at the end; printed text stays."""
 
     interval = UPDATE_SECONDS
+    key = ""
 
     def __init__(self, appearance: Appearance) -> None:
         self._appearance = appearance
@@ -157,6 +171,11 @@ class TerminalView:
         if self._appearance.stream and len(result.text) > self._printed:
             print(harmless(result.text[self._printed :]), end="", flush=True)
             self._printed = len(result.text)
+
+    def show_waiting(self, line: str) -> bool:
+        """Return that nothing printed can be replaced."""
+        del line
+        return False
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Print the remaining text and the footer."""
@@ -173,12 +192,18 @@ class SilentView:
     """A view that shows nothing, since the answer is read later."""
 
     interval = UPDATE_SECONDS
+    key = ""
 
     def update(self, result: object) -> None:
         """Show nothing."""
 
     def finish(self, result: object, note: str = "") -> None:
         """Show nothing."""
+
+    def show_waiting(self, line: str) -> bool:
+        """Return that nothing is shown."""
+        del line
+        return False
 
 
 def view_for(

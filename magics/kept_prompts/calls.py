@@ -13,7 +13,7 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.frontend.prompts.prompt import NAME, Filled, Prompt, named
 from nbengine.frontend.prompts.store import missing
 from nbengine.frontend.text.interpolate import is_text
-from nbengine.magics.arguments import MagicParser
+from nbengine.magics.arguments import MagicParser, split_body, split_words
 from nbengine.magics.comparison.axes import Bindings
 from nbengine.magics.scores.scorers import fields_of
 
@@ -90,6 +90,23 @@ def names_prompt(line: str, prompt: str) -> bool:
     """Return whether the prompt at the end of a line names a kept one; behind a lone `--` it is a text."""
     before = line.strip().removesuffix(prompt).split()
     return before[-1:] != ["--"] and _REFERENCE.match(prompt) is not None
+
+
+def split_call(
+    line: str, body: str | None, parser: MagicParser, what: str, find: FindPrompt
+) -> tuple[list[str], str, PromptCall | None]:
+    """Return the words of a magic's flags, its text, and the kept prompt that stands in the text's place if one does.
+
+    `what` names the text, as in `split_body`.
+
+    Raises:
+        UsageError: the line cannot be divided, or names a kept prompt that does not exist.
+    """
+    words, text = split_body(line, body, parser, what)
+    if body is None and names_prompt(line, text):
+        words, text = [*words, *split_words(text, parser.prog)], ""
+    words, call = take_call(words, text if body is not None else None, parser, find)
+    return words, text, call
 
 
 def take_call(

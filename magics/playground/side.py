@@ -28,6 +28,8 @@ class Side:
         self._running = False
         self._footer = self._error = ""
 
+    key = ""
+
     @property
     def is_running(self) -> bool:
         """Return whether an answer is being written."""
@@ -53,6 +55,13 @@ class Side:
             self._take(result)
             self._footer = prompt_line(result) or footer_of(result)
             self._push()
+
+    def show_waiting(self, line: str) -> bool:
+        """Send why the answer has not begun."""
+        with self._lock:
+            self._footer = line or "waiting"
+            self._push()
+        return True
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Send the final state; `note` is the error that ended the answer."""

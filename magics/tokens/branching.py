@@ -218,6 +218,7 @@ class _BranchView:
     """The view of a branch, which only notifies the tree's listeners."""
 
     interval = UPDATE_SECONDS
+    key = ""
 
     def __init__(self, notify: Callable[[Branch], None]) -> None:
         self.branch: Branch | None = None
@@ -232,6 +233,10 @@ class _BranchView:
         if self.branch is not None:
             self.branch.error = note
         self.update(result)
+
+    def show_waiting(self, line: str) -> bool:
+        del line
+        return False
 
 
 def _drawn(node: Branch, first: str, others: str) -> Iterator[str]:

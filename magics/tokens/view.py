@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation.render import answers_bundle, prompt_line
+from nbengine.magics.generation.render import answers_bundle, prompt_line, streaming_bundle
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import DUTY, UPDATE_SECONDS, Appearance, View
 from nbengine.magics.tokens.branch import Branch
@@ -41,12 +42,14 @@ class TokensView:
         self, shell: InteractiveShell, appearance: Appearance, rendered: View[GenerationResult] | None = None
     ) -> None:
         self.interval = UPDATE_SECONDS
+        # The tokens have a button of their own; before the first one there is an output without tokens.
+        self.key = uuid4().hex if rendered is None else rendered.key
         self._live = LiveDisplay(shell)
         self._idle = IdleClock.of(shell)
         self._appearance = appearance
         self._rendered = rendered
         if rendered is None and appearance.placeholder:
-            self._live.show(answers_bundle([], "text", appearance.placeholder, complete=False))
+            self.show_waiting("")
         self._widget: TokensWidget | None = None
         self._feed: TokensFeed | None = None
         self._tree: BranchTree | None = None
@@ -58,6 +61,13 @@ class TokensView:
         self._lock = threading.RLock()
         """The lock that keeps an older state from being shown after a newer one."""
 
+    def show_waiting(self, line: str) -> bool:
+        """Show the line, or the placeholder, where the answer is going to stand."""
+        if self._rendered is not None:
+            return self._rendered.show_waiting(line)
+        self._live.show(streaming_bundle([], "text", line or self._appearance.placeholder, self.key))
+        return True
+
     def update(self, result: GenerationResult) -> None:
         """Send what is new, and set the pace by what that cost."""
         if self._rendered is not None:
@@ -65,7 +75,7 @@ class TokensView:
             self.interval = self._rendered.interval
             return
         if (reading := prompt_line(result)) and not result.finished:
-            self._live.show(answers_bundle([], "text", reading, complete=False))
+            self._live.show(streaming_bundle([], "text", reading, self.key))
             return
         if not self._appearance.stream or result.finished:
             return

@@ -22,7 +22,14 @@ import msgspec
 from nbengine.checks import require, require_bool, require_int, require_path
 from nbengine.config import EngineConfig
 from nbengine.ipc.transcripts import TranscriptRecord, records_of
-from nbengine.ipc.utilities import DEFAULT_PROFILE_STEPS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, ProfileReport
+from nbengine.ipc.utilities import (
+    DEFAULT_PROFILE_STEPS,
+    PAUSE_MODES,
+    SLEEP_LEVELS,
+    SLEEP_TAGS,
+    ProfileReport,
+    QueuePlace,
+)
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.plain import is_ordered, plain
 
@@ -164,6 +171,18 @@ def _merged_reports(answers: Sequence[Any]) -> ProfileReport:
     )
 
 
+def _queue_place(answer: Any) -> QueuePlace | None:
+    return typing.cast("QueuePlace | None", answer)
+
+
+def _first_place(answers: Sequence[Any]) -> QueuePlace | None:
+    """Return the place of the request that is admitted first, of those that wait in several engine cores."""
+    places = [
+        msgspec.convert(answer, QueuePlace, from_attributes=True) for answer in answers if answer is not None
+    ]
+    return min(places, key=lambda place: (place.num_ahead, place.rank), default=None)
+
+
 def _merged_records(answers: Sequence[Any]) -> list[TranscriptRecord]:
     return [record for answer in answers for record in records_of(answer)]
 
@@ -192,6 +211,13 @@ def stats(caller: Caller) -> Arguments:
     """Return the state of scheduler and KV cache now."""
     del caller
     return ()
+
+
+@engine_call(_queue_place, _first_place)
+def queue_place(caller: Caller, request_ids: list[str]) -> Arguments:
+    """Return the place in the queue of the first of these requests, None if none of them waits."""
+    del caller
+    return (request_ids,)
 
 
 @engine_call(_nothing, _first)

@@ -7,10 +7,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from nbengine.checks import MAX_TIMEOUT, checked_token_ids, require, require_method, require_number
+from nbengine.checks import (
+    MAX_TIMEOUT,
+    checked_texts,
+    checked_token_ids,
+    require,
+    require_method,
+    require_number,
+)
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.history import DEFAULT_HISTORY_TIMEOUT, read_history
 from nbengine.errors import NBEngineError, NotSupportedError
+from nbengine.frontend.outputs.parallel_sampling import child_id
+from nbengine.ipc.utilities import QueuePlace
 from nbengine.metrics.history import MetricsHistory
 from nbengine.metrics.stats import EngineStats
 from nbengine.runtime.connection import ConnectionInfo
@@ -96,12 +105,20 @@ class Inspection(ABC):
     def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
         """Return the state of those engine cores that tell it within `timeout` seconds, and the ranks of
         those that do not."""
-        seconds = require_number("timeout", timeout)
-        require(
-            "timeout", timeout, 0 <= seconds <= MAX_TIMEOUT, f"a number of seconds in [0, {MAX_TIMEOUT:,}]"
-        )
-        stats, missing = self.engine_core.call_within(seconds, "stats")
+        stats, missing = self.engine_core.call_within(_checked_timeout(timeout), "stats")
         return stats or EngineStats(), missing
+
+    def place_within(self, request_ids: Sequence[str], timeout: float) -> QueuePlace | None:
+        """Return the place in the queue of the first of these requests, which have the engine's ids.
+
+        None: none of them waits there, or the engine cores do not tell within `timeout` seconds.
+        """
+        ids = checked_texts("request_ids", request_ids, "the ids of requests")
+        # Of several completions of a request the first one comes first.
+        ids += [child_id(request_id, 0) for request_id in ids]
+        place: QueuePlace | None
+        place, _ = self.engine_core.call_within(_checked_timeout(timeout), "queue_place", ids)
+        return place
 
     @abstractmethod
     def abort_soon(self, request_id: str) -> None:
@@ -133,3 +150,9 @@ class Inspection(ABC):
         known = all(0 <= token < 2**32 for token in tokens)
         require("token_ids", token_ids, known, "made of integers in [0, 2**32)")
         return str(self._tokenizer.decode(tokens))
+
+
+def _checked_timeout(timeout: float) -> float:
+    seconds = require_number("timeout", timeout)
+    require("timeout", timeout, 0 <= seconds <= MAX_TIMEOUT, f"a number of seconds in [0, {MAX_TIMEOUT:,}]")
+    return seconds

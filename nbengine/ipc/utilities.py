@@ -13,6 +13,14 @@ SLEEP_TAGS = ("weights", "kv_cache")
 DEFAULT_PROFILE_STEPS = 200
 
 
+class QueuePlace(msgspec.Struct):
+    """The place of a request in the queue of its engine core."""
+
+    rank: int
+    num_ahead: int
+    """The requests that are to be admitted before it, of all clients."""
+
+
 class ProfileReport(msgspec.Struct):
     """A report of what the profiler recorded until `stop_profile`."""
 

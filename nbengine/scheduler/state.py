@@ -248,6 +248,20 @@ class SchedulerState:
         if self.observer is not None:
             self.observer.finished(request)
 
+    def num_ahead_of(self, request_ids: Iterable[str]) -> int | None:
+        """Count the requests that are to be admitted before the first of these; None if none of these waits.
+
+        This costs time for each request that is ahead.
+        """
+        wanted = {
+            request_id
+            for request_id in request_ids
+            if request_id in self.requests and self.requests[request_id].status is not RequestStatus.RUNNING
+        }
+        if not wanted:
+            return None
+        return next((at for at, waiting in enumerate(self.waiting) if waiting.request_id in wanted), None)
+
     # The KV cache, seen from outside.
 
     def make_stats(self) -> SchedulerStats:

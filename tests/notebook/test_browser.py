@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 from chromium import needs_chromium
 from notebook_support.desk import OpenLab
-from notebook_support.lab import POLL_MS, output_of, run_command, wait_for_prompt
+from notebook_support.lab import (
+    CODE_CELL,
+    POLL_MS,
+    output_of,
+    run_cell,
+    run_command,
+    screenshot,
+    set_theme,
+    wait_for_prompt,
+    wait_for_text,
+)
 from notebook_support.paced import start_line
+from playwright.sync_api import Page, expect
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -24,6 +35,11 @@ def test_a_cell_streams_and_the_stop_button_ends_it(open_lab: OpenLab) -> None:
         "%%generate -o answer --max-tokens 3000\nhi",
         "answer.finish_reason, answer.text[:26]",
         "%%generate --max-tokens 26\nhi",
+        "%%generate -o answer --max-tokens 3000\nhi",
+        "%%generate -o both --seed 1,2 --max-tokens 3000\nhi",
+        "%%chat --max-tokens 3000\nhi",
+        "get_ipython().run_cell('%%generate -o blocked --max-tokens 3000\\nhi')",
+        "[a.finish_reason for a in (answer, *both, blocked)]",
         "%engine stop",
     ]
     page = open_lab("demo.ipynb", cells, width=1100)
@@ -36,10 +52,45 @@ def test_a_cell_streams_and_the_stop_button_ends_it(open_lab: OpenLab) -> None:
     stopped = output_of(page, 2)
     assert stopped.startswith(ALPHABET * 3)
     assert "interrupted" in stopped
-    for _ in range(3):
+    for _ in range(2):
         run_command(page, "notebook:run-cell-and-select-next")
-    wait_for_prompt(page, 5)
+    wait_for_prompt(page, 4)
     assert output_of(page, 3).strip().endswith(f"('abort', '{ALPHABET}')")
     assert output_of(page, 4).startswith(ALPHABET)
     assert "26 tokens" in output_of(page, 4)
-    assert "2 processes are gone" in output_of(page, 5)
+    stops_by_its_own_button(page)
+    run_cell(page, 10)
+    wait_for_prompt(page, 10)
+    assert "2 processes are gone" in output_of(page, 10)
+
+
+def stops_by_its_own_button(page: Page) -> None:
+    """Press the button beside the answers of cells 5 to 8, with the mouse and with the keyboard.
+
+    The last cell blocks the kernel, which reads no message meanwhile: the script interrupts it.
+    """
+    stop = page.get_by_role("button", name="Stop this answer; what has been written stays")
+    for cell in range(5, 9):
+        expect(stop).to_have_count(0)
+        run_cell(page, cell)
+        wait_for_text(page, ALPHABET, cell)
+        area = page.locator(CODE_CELL).nth(cell)
+        expect(area.locator(".nbe-stop")).to_have_count(1)
+        if cell < 7:
+            stop.click()
+        else:
+            stop.focus()
+            if cell == 7:
+                set_theme(page, dark=True)
+            screenshot(page, f"stop-button-{cell}")
+            expect(stop).to_be_focused()
+            page.keyboard.press("Enter" if cell == 7 else "Space")
+        wait_for_prompt(page, cell)
+        assert output_of(page, cell).startswith(ALPHABET) or cell == 6
+        assert "interrupted" in output_of(page, cell)
+        if cell == 7:
+            set_theme(page, dark=False)
+    expect(stop).to_have_count(0)
+    run_cell(page, 9)
+    wait_for_prompt(page, 9)
+    assert output_of(page, 9).strip().endswith(str(["abort"] * 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,31 @@ def test_in_another_ipykernel_a_background_answer_stays_in_its_cell(kernel_of: K
     assert not elsewhere.outputs
     kernel_of.pump(lambda: "60 tokens" in cell.text, "the answer's foot line")
     assert cell.text.startswith(ALPHABET * 2)
+
+
+@in_every_version
+def test_a_stop_buttons_message_ends_the_cell_where_the_kernel_takes_it_while_it_is_busy(
+    kernel_of: Kernel,
+) -> None:
+    """As `JPY_SESSION_NAME` says, somebody has the notebook open. Where the message waits, the script interrupts."""
+    subshell_id = subshell_of(kernel_of)
+    kernel_of.run("import os; os.environ['JPY_SESSION_NAME'] = 'open.ipynb'")
+    kernel_of.run("%%generate --max-tokens 1\nhi")
+    kernel_of.run("from nbengine.magics.extension import Extension")
+    stops = "Extension.loaded[get_ipython()].session.ongoing.stops"
+    browser = Browser(kernel_of, kernel_of.value(f"{stops}._widget.model_id"), subshell_id)
+    cell = kernel_of.start("%%generate --raw --max-tokens 3000 -o answer\nawaited")
+    kernel_of.wait_for_text(cell, ALPHABET)
+    (key,) = re.findall('data-nbe-stream="(\\w+)"', cell.outputs[0]["data"]["text/html"])
+    browser.say(kind="stop", stream=key)
+    if subshell_id is None:
+        kernel_of.interrupt()
+    kernel_of.finish(cell)
+    assert [output["kind"] for output in cell.outputs] == ["display_data", "error"]
+    assert cell.outputs[1]["ename"] == "KeyboardInterrupt"
+    assert_aborted(kernel_of, "answer")
+    assert kernel_of.value(f"{stops}._widget.streams") == {}
+    kernel_of.run(f"{stops}.close(); del os.environ['JPY_SESSION_NAME']")
 
 
 @in_every_version

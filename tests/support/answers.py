@@ -87,6 +87,9 @@ class HandDrivenClient:
     def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
         return EngineStats(engines=[self.state]), []
 
+    def place_within(self, request_ids: Sequence[str], timeout: float) -> None:
+        """Nothing waits in a queue."""
+
     @property
     def control(self) -> Control:
         return ControlOf(self)

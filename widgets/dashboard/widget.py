@@ -17,7 +17,7 @@ from nbengine.client.observe.process_usage import printable
 from nbengine.errors import NBEngineError
 from nbengine.metrics.trace import RequestAdded
 from nbengine.runtime.connection import ConnectionInfo
-from nbengine.widgets.comms import answer_at_once
+from nbengine.widgets.comms import answer_at_once, interrupt_path
 from nbengine.widgets.dashboard.block_lines import block_lines, token_text
 from nbengine.widgets.dashboard.chrome_trace import chrome_trace, history_of
 from nbengine.widgets.dashboard.frames import FrameBuilder
@@ -384,17 +384,3 @@ class Dashboard(anywidget.AnyWidget):
 
     def _decode(self, token_ids: Sequence[int]) -> str | None:
         return decode(self._feed, token_ids)
-
-
-def interrupt_path() -> str:
-    """Return the path where a server interrupts this kernel, `api/kernels/<id>`; empty without a server."""
-    if not in_kernel(get_ipython()):
-        return ""
-    from ipykernel.connect import get_connection_file
-
-    try:
-        name = Path(get_connection_file()).stem
-    except RuntimeError:
-        # A kernel inside another program has no connection file.
-        return ""
-    return f"api/kernels/{name.removeprefix('kernel-')}" if name.startswith("kernel-") else ""

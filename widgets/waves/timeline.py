@@ -21,6 +21,10 @@ class RankSpan:
     """In lock step, a wave runs; otherwise, there are requests."""
     num_requests: int = 0
     """The requests that run and wait at the end of the span."""
+    num_waiting: int = 0
+    """Those of them that wait."""
+    preemptions: float = 0.0
+    """The requests that have lost their blocks; a share of them as of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class WaveTimeline:
         return list(waves.values())
 
     def total(self, rank: int) -> RankSpan:
-        """Sum up what an engine core did, in whole steps; `num_requests` is the most that it had at a time."""
+        """Sum up what an engine core did, in whole steps; `num_requests` and `num_waiting` are the most at a time."""
         states = [span.ranks[rank] for span in self.spans if rank in span.ranks]
         return RankSpan(
             # Shares of a report come to a whole number again, but for the rounding of their sum.
@@ -89,6 +93,8 @@ class WaveTimeline:
             max((state.wave for state in states), default=0),
             any(state.is_running for state in states),
             max((state.num_requests for state in states), default=0),
+            max((state.num_waiting for state in states), default=0),
+            round(sum(state.preemptions for state in states)),
         )
 
     def columns(self, rank: int, count: int) -> Iterator[RankSpan | None]:
@@ -201,7 +207,15 @@ class WaveRecorder:
         dummy_steps = _growth(known.num_dummy_steps, engine.num_dummy_steps)
         had_requests = known.num_running_reqs + known.num_waiting_reqs > 0
         num_requests = engine.num_running_reqs + engine.num_waiting_reqs
-        return RankSpan(steps, dummy_steps, 0, steps > 0 or had_requests, num_requests)
+        return RankSpan(
+            steps,
+            dummy_steps,
+            0,
+            steps > 0 or had_requests,
+            num_requests,
+            engine.num_waiting_reqs,
+            _growth(known.num_preemptions, engine.num_preemptions),
+        )
 
     def _credit(self, rank: int, late: RankSpan, start: float) -> None:
         """Credit steps reported after the end of a wave to the last span in which the rank was in one.
@@ -260,7 +274,7 @@ def _growth(before: int, after: int) -> int:
 
 
 def _merged(spans: Sequence[Span], first: int, rank: int, start: float, end: float) -> RankSpan | None:
-    steps = dummy_steps = 0.0
+    steps = dummy_steps = preemptions = 0.0
     state: RankSpan | None = None
     is_running = False
     for span in spans[first:]:
@@ -273,8 +287,11 @@ def _merged(spans: Sequence[Span], first: int, rank: int, start: float, end: flo
         share = shared / span.seconds
         steps += part.steps * share
         dummy_steps += part.dummy_steps * share
+        preemptions += part.preemptions * share
         is_running = is_running or part.is_running
         state = part
     if state is None:
         return None
-    return RankSpan(steps, dummy_steps, state.wave, is_running, state.num_requests)
+    return replace(
+        state, steps=steps, dummy_steps=dummy_steps, is_running=is_running, preemptions=preemptions
+    )

@@ -1,18 +1,18 @@
 """A wave timeline as a picture: each engine core is a row, time goes from left to right.
 
-Text takes the colour of its surroundings, bars take colours that show on light and on dark ground.
+Text takes the colour of its surroundings; everything else has the colour that it has in the dashboard.
 """
 
 from __future__ import annotations
 
 from html import escape
 
+from nbengine.widgets.dashboard.palette import ROLES
 from nbengine.widgets.svg import LINE, PAGE_STYLE, STANDALONE_SHEET, Drawing, Rect
 from nbengine.widgets.waves.timeline import RankSpan, WaveTimeline
 from nbengine.widgets.waves.timeline_text import moment, summary, totals
 
 WIDTH = 760.0
-_GREEN, _ORANGE, _BLUE, _GREY = "#2f9e6e", "#d9822b", "#3b82f6", "#8a8f98"
 _PAD = 8.0
 _LEFT = 76.0
 _BAR = 26.0
@@ -73,7 +73,9 @@ class _Picture:
         for wave in self._timeline.waves:
             left, right = self._x(wave.start), self._x(wave.end)
             drawing.open_group(f"wave {wave.number}: {wave.start:.2f} s to {wave.end:.2f} s")
-            drawing.bar(Rect(left, self._y + 2, max(1.0, right - left - 1), LINE - 4), _BLUE, opacity=0.18)
+            drawing.bar(
+                Rect(left, self._y + 2, max(1.0, right - left - 1), LINE - 4), ROLES["running"], opacity=0.18
+            )
             drawing.close_group()
             if right - left >= _SMALLEST_MARK:
                 drawing.text(left + 4, self._y + 12, str(wave.number), width=right - left - 4)
@@ -104,22 +106,36 @@ class _Picture:
         if kind == "absent":
             return
         if kind == "paused":
-            self._drawing.bar(Rect(place.x, place.middle - 1, place.width, 2), _GREY, opacity=0.7)
+            self._drawing.bar(Rect(place.x, place.middle - 1, place.width, 2), ROLES["free"], opacity=0.7)
             return
         real = place.height * tenths / 10
         if tenths < 10:
-            self._drawing.bar(Rect(place.x, place.y, place.width, place.height - real), _ORANGE, opacity=0.85)
+            dummy = Rect(place.x, place.y, place.width, place.height - real)
+            self._drawing.bar(dummy, ROLES["dummy"], opacity=0.85)
         if tenths:
-            self._drawing.bar(Rect(place.x, place.bottom - real, place.width, real), _GREEN, opacity=0.9)
+            self._drawing.bar(
+                Rect(place.x, place.bottom - real, place.width, real), ROLES["running"], opacity=0.9
+            )
 
     def _curve(self, columns: list[RankSpan | None], top: float) -> None:
+        """Draw the requests that wait above those that run, as areas, and a tick at each preemption."""
         width = (self._right - _LEFT) / _COLUMNS
-        points: list[tuple[float, float]] = []
+        foot = top + _CURVE - 2
+        running, waiting, preempted = [], [], []
         for index, state in enumerate(columns):
-            height = 0.0 if state is None else state.num_requests / self._most_requests
-            y = top + _CURVE - 2 - height * (_CURVE - 3)
-            points += [(_LEFT + index * width, y), (_LEFT + (index + 1) * width, y)]
-        self._drawing.curve(_without_middles(points), _BLUE)
+            x = _LEFT + (index + 0.5) * width
+            if state is None:
+                continue
+            unit = (_CURVE - 3) / self._most_requests
+            below = (state.num_requests - state.num_waiting) * unit
+            if below:
+                running.append((x, foot, below))
+            if state.num_waiting:
+                waiting.append((x, foot - below, state.num_waiting * unit))
+            if state.preemptions > 0:
+                preempted.append((x, top - 2, _BAR))
+        for color, drawn in (("running", running), ("waiting", waiting), ("preempted", preempted)):
+            self._drawing.columns(drawn, ROLES[color], thickness=width)
 
     def _axis(self) -> None:
         for tick in range(_TICKS + 1):
@@ -137,20 +153,23 @@ class _Picture:
 
     def _legend(self) -> None:
         x, y = _LEFT, self._y
-        parts = [(_GREEN, "steps")]
+        parts = [("running", "steps, requests that run", 190.0)]
+        if any(self._timeline.total(rank).num_waiting for rank in self._timeline.ranks):
+            parts.append(("waiting", "requests that wait", 150.0))
+        if any(self._timeline.total(rank).preemptions for rank in self._timeline.ranks):
+            parts.append(("preempted", "preempted", 95.0))
         if self._timeline.lock_step:
-            parts.append((_ORANGE, "dummy steps"))
-        for color, name in parts:
-            self._drawing.bar(Rect(x, y + 2, 12, 12), color, opacity=0.9)
-            self._drawing.text(x + 18, y + 12, name, width=120, muted=True)
-            x += 130
-        self._drawing.bar(Rect(x, y + 7, 12, 2), _GREY, opacity=0.7)
-        self._drawing.text(
-            x + 18, y + 12, "paused" if self._timeline.lock_step else "idle", width=80, muted=True
-        )
-        self._drawing.curve([(x + 100, y + 8), (x + 112, y + 8)], _BLUE)
-        text = f"requests, up to {self._most_requests}"
-        self._drawing.text(x + 118, y + 12, text, width=200, muted=True)
+            parts.append(("dummy", "dummy steps", 105.0))
+        for role, name, width in parts:
+            self._drawing.bar(Rect(x, y + 2, 12, 12), ROLES[role], opacity=0.9)
+            self._drawing.text(x + 18, y + 12, name, width=width, muted=True)
+            x += 18 + width
+        self._drawing.bar(Rect(x, y + 7, 12, 2), ROLES["free"], opacity=0.7)
+        name = "paused" if self._timeline.lock_step else "idle"
+        self._drawing.text(x + 18, y + 12, name, width=60, muted=True)
+        self._y += LINE
+        text = f"the areas below the bars are up to {self._most_requests} requests high"
+        self._drawing.text(_LEFT, self._y + 12, text, width=self._right - _LEFT, muted=True)
         self._y += LINE + _PAD
 
 
@@ -162,13 +181,3 @@ def _look(state: RankSpan | None) -> tuple[str, int]:
     if not steps:
         return "paused", 0
     return "running", round(10 * state.steps / steps)
-
-
-def _without_middles(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the same curve without points between two at the same height."""
-    kept = [
-        point
-        for before, point, after in zip(points, points[1:], points[2:], strict=False)
-        if not before[1] == point[1] == after[1]
-    ]
-    return [points[0], *kept, points[-1]]

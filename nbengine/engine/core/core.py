@@ -23,6 +23,7 @@ from nbengine.errors import RequestError, UtilityError
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.ipc.liveness import machine_id, this_process
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from nbengine.ipc.utilities import QueuePlace
 from nbengine.kv_cache.events import KVEventStream
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.models.configs.description import describe_model
@@ -120,6 +121,7 @@ class EngineCore:
         self._utilities: dict[str, Callable[..., Any]] = {
             "get_supported_tasks": lambda: list(self.supported_tasks),
             "stats": self.stats,
+            "queue_place": self.queue_place,
             "check_health": self.model_executor.check_health,
             "ping": lambda: "pong",
             "describe_model": lambda: describe_model(self.config.model),
@@ -380,6 +382,11 @@ class EngineCore:
         stats = self.step_stats()
         stats.requests = self.scheduler.meter.stats.copy()
         return stats
+
+    def queue_place(self, request_ids: list[str]) -> QueuePlace | None:
+        """Return the place of the first of these requests in the queue; None if none of them waits here."""
+        num_ahead = self.scheduler.num_ahead_of(request_ids)
+        return None if num_ahead is None else QueuePlace(self.engine_index, num_ahead)
 
     def step_stats(self) -> SchedulerStats:
         """Return what changes with each step: `stats` without `requests`."""

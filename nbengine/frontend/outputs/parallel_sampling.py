@@ -56,6 +56,11 @@ def make_children(request: EngineCoreRequest, params: SamplingParams) -> list[En
     return [_child(request, params, index) for index in range(params.n)]
 
 
+def child_id(request_id: str, index: int) -> str:
+    """Return the id under which the engine core knows the completion of that index."""
+    return f"{index}_{request_id}"
+
+
 def _child(request: EngineCoreRequest, params: SamplingParams, index: int) -> EngineCoreRequest:
     child_params = params.clone()
     child_params.n = 1
@@ -64,7 +69,7 @@ def _child(request: EngineCoreRequest, params: SamplingParams, index: int) -> En
     if index:
         child_params.prompt_logprobs = None
     child = copy.copy(request)
-    child.request_id = f"{index}_{request.request_id}"
+    child.request_id = child_id(request.request_id, index)
     child.sampling_params = child_params
     if request.transcript is not None:
         child.transcript = msgspec.structs.replace(request.transcript, index=index)

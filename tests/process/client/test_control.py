@@ -119,6 +119,26 @@ async def test_every_utility_can_be_awaited(llm: AsyncLLM, tmp_path: Path) -> No
     assert (await llm.stop_profile()).num_steps == 3
 
 
+async def test_a_request_that_waits_has_its_place_in_the_queue(llm: AsyncLLM) -> None:
+    llm.control.pause_generation("keep")
+    first, pair, last = [llm.submit(PROMPT, SamplingParams(max_tokens=5, n=n)) for n in (1, 2, 1)]
+    places = [llm.place_within([c.engine_request_id], 60) for c in (first, pair, last)]
+    # The second one has two completions, which both come before the third.
+    assert [(place.rank, place.num_ahead) for place in places if place is not None] == [
+        (0, 0),
+        (0, 1),
+        (0, 3),
+    ]
+    await llm.abort(first.request_id)
+    place = llm.place_within([last.engine_request_id, pair.engine_request_id], 60)
+    assert place is not None
+    assert place.num_ahead == 0
+    llm.control.resume_generation()
+    while not (await last.get()).finished:
+        pass
+    assert llm.place_within([last.engine_request_id], 60) is None
+
+
 def test_in_this_process_a_request_cannot_wait_for_what_nobody_would_do(start_llm: StartLLM) -> None:
     llm = start_llm(multiprocess=False)
     llm.sleep()

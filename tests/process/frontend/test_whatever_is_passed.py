@@ -54,6 +54,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "transcripts": {"session": None},
     "transcripts_blocking": {"session": None},
     "stats_within": {"timeout": 60.0},
+    "place_within": {"request_ids": ["nobody"], "timeout": 60.0},
     "reset_prefix_cache": {"reset_running_requests": False},
     "pause": {"mode": "keep", "clear_cache": False},
     "pause_generation": {"mode": "keep", "clear_cache": False},

@@ -32,6 +32,7 @@ from nbengine.frontend.parsing.reasoning.families import Qwen3ReasoningParser
 from nbengine.frontend.requests.reasoning import reasoning_marks
 from nbengine.ipc.control_messages import EngineReady, HistoryPage, Progress, ReadHistory
 from nbengine.ipc.liveness import this_process
+from nbengine.ipc.utilities import QueuePlace
 from nbengine.magics.extension import load, unload
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -259,6 +260,14 @@ class FakeClient:
         assert 0 < timeout < 5
         engines = [stats for stats in self.engine_stats if stats.engine_index not in self.silent]
         return EngineStats(engines=engines), list(self.silent)
+
+    num_ahead: int | None = 0
+    """The requests that are before those of this client."""
+
+    def place_within(self, request_ids: Sequence[str], timeout: float) -> QueuePlace | None:
+        known = {collector.engine_request_id for collector in self.collectors}
+        assert known.issuperset(request_ids)
+        return None if self.num_ahead is None or not request_ids else QueuePlace(0, self.num_ahead)
 
     @property
     def control(self) -> Control:

@@ -370,3 +370,41 @@ def test_help_and_wrong_lines(shell: InteractiveShell, capsys: Capture) -> None:
     assert "the prompt is the cell's body" in fails(shell, "%%prompt a b\nx\n")
     assert "is not of the form NAME=VALUE" in fails(shell, "%%prompt a --default x\n{x}\n")
     assert "must be of one of its variables" in fails(shell, "%%prompt a --default y=1\n{x}\n")
+
+
+def test_a_kept_prompt_is_a_turn_of_a_conversation(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    shell.run_cell("%%prompt support\nsystem:\nYou help {who}.\nuser:\nI am {name}.").raise_error()
+    shell.run_cell("%chat Hello").raise_error()
+    shell.run_cell("%chat --temperature 0.25 @support name=Ann who=people -o talk").raise_error()
+    row = last_run()
+    assert (row["prompt"], row["temperature"]) == ("I am Ann.", 0.25)
+    assert (row["prompt_name"], row["prompt_version"]) == ("support", 1)
+    assert row["messages"] == [
+        {"role": "system", "content": "You help people."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello world"},
+        {"role": "user", "content": "I am Ann."},
+    ]
+    assert [turn.user for turn in shell.user_ns["talk"].turns] == ["Hello", "I am Ann."]
+    # The body is the value of the variable that has none, and the line's own system message wins.
+    shell.run_cell("%%chat --system Short. @support who=you\nBob {left}\n").raise_error()
+    assert last_run()["messages"][0]["content"] == "Short."
+    assert last_run()["prompt"] == "I am Bob {left}."
+    shell.run_cell("%chat -- @support is no prompt here").raise_error()
+    assert last_run()["prompt"] == "@support is no prompt here"
+    assert "name" in fails(shell, "%chat @support who=you")
+    assert "support has 1" in fails(shell, "%chat @support:3 name=x who=y")
+    shell.run_cell("rows = [{'a': 1, 'b': 2}]\n").raise_error()
+    shell.run_cell("%%prompt shots --examples rows --answer b\n{a}").raise_error()
+    assert "a turn is one message" in fails(shell, "%chat @shots a=3")
+
+
+def test_names_and_values_of_kept_prompts_are_completed_in_conversations(
+    shell: InteractiveShell, engine: FakeClient
+) -> None:
+    shell.run_cell(CAPITAL).raise_error()
+    complete = Extension.loaded[shell].completion.complete
+    assert complete("%chat @cap") == ("@cap", ["@capital"])
+    assert complete("%chat @capital c") == ("c", ["country="])

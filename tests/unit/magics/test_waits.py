@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from unittest.mock import Mock
+
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.errors import EngineDeadError
+from nbengine.errors import EngineDeadError, UtilityError
+from nbengine.ipc.utilities import QueuePlace
 from nbengine.magics.generation import result, stream, waits
 from nbengine.magics.generation.waits import HELD_UP, QUIET_LOOKS, WaitNotice
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from tests.unit.magics.conftest import FakeBackend, FakeClient
-from tests.unit.magics.kernel_cells import run
+from tests.unit.magics.kernel_cells import publisher, run, until
 
 Capture = pytest.CaptureFixture[str]
 STALL = "core 0: no progress for 42 s, in step 1,234"
@@ -28,6 +33,13 @@ class Standing:
 
     def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
         return EngineStats(engines=[SchedulerStats()]), []
+
+    def place_within(self, request_ids: Sequence[str], timeout: float) -> QueuePlace | None:
+        return None
+
+    @property
+    def engine_ranks(self) -> Sequence[int]:
+        return self.engine.engine_ranks
 
     @property
     def stall(self) -> str | None:
@@ -113,6 +125,8 @@ class Busy:
     """An engine whose cores say what they are told to."""
 
     stall = None
+    engine_ranks: Sequence[int] = (0,)
+    place: QueuePlace | None = QueuePlace(0, 3)
 
     def __init__(self, *states: SchedulerStats) -> None:
         self.name = "busy"
@@ -122,6 +136,18 @@ class Busy:
         assert 0 < timeout < 1
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         return EngineStats(engines=[state]), []
+
+    def place_within(self, request_ids: Sequence[str], timeout: float) -> QueuePlace | None:
+        assert 0 < timeout < 1
+        assert list(request_ids) == ["mine"]
+        return self.place
+
+
+def looks(*engines: Busy) -> WaitNotice:
+    """A notice of a cell that has sent each engine a request."""
+    notice = WaitNotice(engines)
+    notice.requests = lambda name: ["mine"]
+    return notice
 
 
 def reasons(capsys: Capture, monkeypatch: pytest.MonkeyPatch, notice: WaitNotice, looks: int) -> list[str]:
@@ -140,13 +166,16 @@ def reasons(capsys: Capture, monkeypatch: pytest.MonkeyPatch, notice: WaitNotice
             "sleeps: `%engine wake busy` wakes it, in another notebook or",
         ),
         (SchedulerStats(is_paused=True, num_waiting_reqs=1), "is paused: `%engine resume busy`"),
-        (SchedulerStats(num_running_reqs=4, num_waiting_reqs=1), "is busy: 4 requests run, 1 request waits"),
+        (
+            SchedulerStats(num_running_reqs=4, num_waiting_reqs=1),
+            "is busy: 4 requests run, 1 request waits, 3 ahead",
+        ),
     ],
 )
 def test_until_something_comes_a_cell_says_once_what_it_waits_for(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, state: SchedulerStats, word: str
 ) -> None:
-    notice = WaitNotice([Busy(state)])
+    notice = looks(Busy(state))
     (line,) = reasons(capsys, monkeypatch, notice, 3)
     assert line.startswith(f"engine 'busy' {word}")
     background = WaitNotice([Busy(state)])
@@ -163,10 +192,25 @@ def test_a_request_that_waits_for_no_other_one_is_about_to_begin(
     assert reasons(capsys, monkeypatch, WaitNotice([Busy(SchedulerStats(num_waiting_reqs=1))]), 3) == []
 
 
+def test_a_request_that_is_in_no_queue_has_begun(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Busy(SchedulerStats(num_running_reqs=4, num_waiting_reqs=9))
+    engine.place = None
+    assert reasons(capsys, monkeypatch, looks(engine), 3) == []
+
+
+def test_of_several_ranks_the_line_names_the_one_whose_queue_it_is(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Busy(SchedulerStats(num_running_reqs=4, num_waiting_reqs=9))
+    engine.engine_ranks, engine.place = (0, 1), QueuePlace(1, 2)
+    (line,) = reasons(capsys, monkeypatch, looks(engine), 3)
+    assert line.endswith("4 requests run, 9 requests wait, 2 ahead on rank 1")
+
+
 def test_a_line_a_reason_whatever_the_numbers(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     states = [SchedulerStats(num_running_reqs=4, num_waiting_reqs=n) for n in (9, 8, 7)]
     states += [SchedulerStats(sleep_level=1), SchedulerStats()]
-    said = reasons(capsys, monkeypatch, WaitNotice([Busy(*states)]), 6)
+    said = reasons(capsys, monkeypatch, looks(Busy(*states)), 6)
     assert [line.split()[2].rstrip(":") for line in said] == ["is", "sleeps"]
 
 
@@ -241,26 +285,67 @@ def test_one_that_does_not_answer_is_told_of_and_one_that_has_died_is_not(
     assert reasons(capsys, monkeypatch, WaitNotice([engine]), 2) == []
 
 
-async def test_a_cell_that_is_awaited_says_what_it_waits_for(
-    kernel_shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%%generate",
+        "%%generate --no-stream",
+        "%%generate --format markdown",
+        "%%generate --logprobs 2",
+        "%%generate --seed 1,2",
+        "%%chat",
+    ],
+)
+async def test_an_output_says_why_and_where_its_request_waits_until_the_answer_takes_its_place(
+    kernel_shell: InteractiveShell,
+    engine: FakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    line: str,
 ) -> None:
     for module in (stream, waits):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
     engine.words = None
-    engine.engine_stats = [SchedulerStats(num_running_reqs=2, num_waiting_reqs=1)]
-    stats_within, num_asked = engine.stats_within, 0
 
-    def answer(timeout: float) -> tuple[EngineStats, list[int]]:
-        nonlocal num_asked
-        num_asked += 1
-        # The first look is taken before anything is sent.
-        if num_asked == 4:
-            engine.emit("done", "stop")
-        return stats_within(timeout)
+    def newest() -> str:
+        messages = publisher(kernel_shell).messages
+        return messages[-1][1]["text/plain"] if messages else ""
 
-    monkeypatch.setattr(engine, "stats_within", answer)
-    (await run(kernel_shell, "%%generate\nhello\n")).raise_error()
-    assert "engine 'random-tiny' is busy: 2 requests run, 1 request waits" in capsys.readouterr().out
+    cell = asyncio.create_task(run(kernel_shell, f"{line}\nhello\n"))
+    await until(lambda: bool(engine.collectors))
+    for state, ahead, shown in (
+        (SchedulerStats(num_running_reqs=2, num_waiting_reqs=4), 3, "waiting: 3 ahead, 2 requests run"),
+        (
+            SchedulerStats(num_running_reqs=2, num_waiting_reqs=1),
+            0,
+            "waiting: next in the queue, 2 requests run",
+        ),
+        (
+            SchedulerStats(sleep_level=1),
+            None,
+            f"waiting: asleep: `%engine wake random-tiny` wakes it{HELD_UP}",
+        ),
+        (
+            SchedulerStats(is_paused=True),
+            None,
+            f"waiting: paused: `%engine resume random-tiny` lets it go on{HELD_UP}",
+        ),
+        (UtilityError("no engine core takes calls"), None, "waiting: engine starting"),
+    ):
+        engine.num_ahead = ahead
+        if isinstance(state, SchedulerStats):
+            engine.engine_stats = [state]
+        else:
+            monkeypatch.setattr(engine, "stats_within", Mock(side_effect=state))
+        await until(lambda shown=shown: shown in newest())
+    for index in range(len(engine.collectors)):
+        engine.emit("Hello", "stop", index)
+    (await cell).raise_error()
+    (output,) = publisher(kernel_shell).outputs()
+    assert "Hello" in output["text/plain"]
+    assert not any("waiting" in str(form) for form in output.values())
+    # What the output says is not printed, too.
+    assert "engine 'random-tiny'" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", ["%%generate", "%%generate --temperature 0,1"])

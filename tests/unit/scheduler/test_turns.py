@@ -204,3 +204,27 @@ def test_a_request_that_is_aborted_costs_its_client_no_turn() -> None:
     for name in ("b0", "b1"):
         add(scheduler, name, 1, client=2, max_tokens=1)
     assert [next(iter(step(scheduler)[0])) for _ in range(3)] == ["a2", "b0", "b1"]
+
+
+def test_as_many_are_admitted_before_a_request_as_its_place_says() -> None:
+    """The oracle is what the scheduler then does, one request a step."""
+    scheduler = make_scheduler(max_num_seqs=1, scheduling_policy="priority")
+    names = [
+        ("a0", 1, 1),
+        ("a1", 1, 1),
+        ("a2", 1, 1),
+        ("b0", 2, 1),
+        ("first", 2, 0),
+        ("b1", 2, 1),
+        ("last", 3, 2),
+    ]
+    for name, client, priority in names:
+        add(scheduler, name, 1, client=client, priority=priority, max_tokens=1)
+    places = {name: scheduler.num_ahead_of([name]) for name, *_ in names}
+    assert scheduler.num_ahead_of(["last", "nobody", "b1"]) == places["b1"]
+    admitted = [next(iter(step(scheduler)[0])) for _ in names]
+    assert {name: at for at, name in enumerate(admitted)} == places
+    assert scheduler.num_ahead_of(["a0"]) is None
+    add(scheduler, "long", 1, max_tokens=5)
+    step(scheduler)
+    assert scheduler.num_ahead_of(["long"]) is None, "a request that runs waits for nobody"

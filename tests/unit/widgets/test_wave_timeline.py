@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
+from nbengine.widgets.dashboard.palette import ROLES
 from nbengine.widgets.waves.timeline import RankSpan, Span, WaveRecorder, WaveSpan, WaveTimeline
 from nbengine.widgets.waves.timeline_text import COLUMNS
 
@@ -97,7 +98,7 @@ def test_an_engine_core_that_is_started_again_counts_from_the_start_and_one_that
     recorder.take(EngineStats([plain[2], SchedulerStats(1, 4, 5, step_counter=3)], timestamp=3.0))
     timeline = recorder.timeline()
     assert timeline.total(0).steps == 25
-    assert timeline.total(1) == RankSpan(3, 0, 0, True, 9)
+    assert timeline.total(1) == RankSpan(3, 0, 0, True, 9, num_waiting=5)
     assert next(timeline.columns(1, 8)) is None
     text = str(timeline)
     assert "wave" not in text
@@ -239,3 +240,22 @@ def test_a_hostile_name_stays_text() -> None:
     bundle = recorder.timeline().bundle()
     assert set(bundle) == {"text/plain", "text/html", "image/svg+xml"}
     assert "<script" not in bundle["text/html"] + bundle["image/svg+xml"]
+
+
+def test_the_picture_has_the_dashboards_colours_and_shows_who_waits_and_who_was_preempted() -> None:
+    recorder = WaveRecorder("dense", lock_step=False)
+    for at, (running, waiting, preemptions) in enumerate([(1, 0, 0), (2, 3, 0), (2, 4, 2), (2, 4, 2)]):
+        stats = SchedulerStats(0, running, waiting, num_preemptions=preemptions, step_counter=10 * at)
+        recorder.take(EngineStats([stats], timestamp=float(at)))
+    timeline = recorder.timeline()
+    total = timeline.total(0)
+    assert (total.num_requests, total.num_waiting, total.preemptions) == (6, 4, 2)
+    svg = timeline.svg()
+    colours = {
+        colour for attribute in ("fill", "stroke") for colour in re.findall(f'{attribute}="(#.*?)"', svg)
+    }
+    assert colours == {ROLES[role] for role in ("running", "waiting", "preempted", "free")}
+    assert {"requests that wait", "preempted"} <= {
+        node.text for node in ElementTree.fromstring(svg).iter(f"{SVG}text")
+    }
+    assert [state.preemptions for state in timeline.columns(0, 3) if state is not None] == [0, 2, 0]

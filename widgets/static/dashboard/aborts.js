@@ -1,6 +1,6 @@
 // This module ends requests: through the kernel, or through its server while the kernel is busy.
 
-import { canInterrupt, interrupt } from "./interrupt.js";
+import { canInterrupt, interrupt } from "../common/interrupt.js";
 
 const ANSWER_MS = 1500;
 const NO_ANSWER = "the kernel does not answer";

@@ -1,0 +1,1 @@
+"""The button that ends an answer while it is being written."""
