@@ -13,6 +13,7 @@ import pytest
 from nbformat import write
 from nbformat.v4 import new_code_cell, new_notebook
 from notebook_support.kernel import Kernel
+from notebook_support.warm_kernels import cold
 
 import nbengine
 from nbengine.cli import main
@@ -145,7 +146,7 @@ def test_the_demo_runs_a_notebook_prints_its_cells_and_keeps_it(
     done = subprocess.run(
         [sys.executable, script, str(small)],
         cwd=ROOT,
-        env=notebook_environment,
+        env=cold(notebook_environment),
         capture_output=True,
         text=True,
         check=False,
