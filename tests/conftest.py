@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 TokenChecker = Callable[[list[int], list[int]], None]
 
-TOGETHER = ("tests/process/ray/",)
-"""A Ray cluster serves all its tests, and there is one at a time."""
+TOGETHER = ("tests/process/ray/", "tests/notebook/cockpit/", "tests/notebook/lab/")
+"""A Ray cluster serves all its tests, and there is one at a time. A JupyterLab and a page with it take as long as many a
+test: two processes have them."""
 
 SCRATCH = pytest.StashKey[scratch.Scratch | None]()
 

@@ -122,10 +122,11 @@ def be_kernel(
         os.close(descriptor)
     os.chdir(directory)
     os.environ.clear()
-    os.environ.update(environment | {"JPY_PARENT_PID": str(os.getppid())})
+    os.environ.update(environment)
     if sys.path[0] in ("", directory):
         del sys.path[0]
-    sys.argv = ["ipykernel_launcher", *arguments]
+    # It reads the variable when it is imported.
+    sys.argv = ["ipykernel_launcher", *arguments, f"--IPKernelApp.parent_handle={os.getppid()}"]
     from ipykernel import kernelapp
 
     kernelapp.launch_new_instance()

@@ -9,6 +9,7 @@ import pytest
 from chromium import needs_chromium
 from notebook_support.desk import OpenLab
 from notebook_support.lab import NOTEBOOK, output_of, run_command, wait_for_prompt
+from notebook_support.paced import start_line
 from playwright.sync_api import Page, expect
 from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 
@@ -51,7 +52,7 @@ def test_a_click_on_an_alternative_begins_a_tab_also_while_a_cell_is_busy(
     open_lab: OpenLab, tmp_path: Path
 ) -> None:
     cells = [
-        "%load_ext nbengine\n%engine start random-tiny --dtype float32",
+        f"%load_ext nbengine\n{start_line(tokens_per_second=200)}",
         f"%%generate -o answer --logprobs 6 {FLAGS}\n{PROMPT}",
         BUSY,
         LOOK,
