@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 from chromium import needs_chromium
 from notebook_support.desk import OpenLab
-from notebook_support.lab import run_cell, run_command
+from notebook_support.lab import run_cell, run_command, screenshot
 from playwright.sync_api import Page
 
 from tests.unit.widgets.trees import make_tree
@@ -96,7 +95,7 @@ def check_legible(page: Page) -> None:
 @needs_chromium
 @pytest.mark.timeout(240)
 def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
-    open_lab: OpenLab, tmp_path: Path
+    open_lab: OpenLab,
 ) -> None:
     shown = f"from IPython.display import display\ndisplay({make_tree(2, 2).bundle()!r}, raw=True)"
     page = open_lab("tree.ipynb", [shown])
@@ -112,5 +111,5 @@ def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
         page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
         page.wait_for_selector("#jupyterlab-splash", state="detached")
         page.locator(".jp-OutputArea-output svg[role=img]").scroll_into_view_if_needed()
-        page.screenshot(path=tmp_path / f"{theme.rpartition(' ')[2]}-{width}.png")
+        screenshot(page, f"process-tree-{theme.rpartition(' ')[2]}-{width}")
         check_legible(page)

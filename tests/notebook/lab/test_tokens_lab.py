@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import pytest
 from chromium import needs_chromium
 from notebook_support.desk import OpenLab
-from notebook_support.lab import NOTEBOOK, output_of, run_command, wait_for_prompt
+from notebook_support.lab import NOTEBOOK, output_of, run_command, screenshot, wait_for_prompt
 from notebook_support.paced import start_line
 from playwright.sync_api import Page, expect
 from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
@@ -49,7 +48,7 @@ def run_cell(page: Page, cell: int) -> None:
 
 
 def test_a_click_on_an_alternative_begins_a_tab_also_while_a_cell_is_busy(
-    open_lab: OpenLab, tmp_path: Path
+    open_lab: OpenLab,
 ) -> None:
     cells = [
         f"%load_ext nbengine\n{start_line(tokens_per_second=200)}",
@@ -92,6 +91,6 @@ def test_a_click_on_an_alternative_begins_a_tab_also_while_a_cell_is_busy(
     page.wait_for_function(f"() => ({SAVED_HTML})().split('<span title=').length == 1 + 40 + 10 + 5")
     expect(tabs).to_have_count(3)
     expect(tabs.nth(2)).to_have_attribute("aria-selected", "true")
-    page.screenshot(path=tmp_path / "tokens.png")
+    screenshot(page, "tokens")
     run_cell(page, 4)
     wait_for_prompt(page, 4)
