@@ -56,6 +56,9 @@ def ask_for_kernel(
 
 def main() -> None:
     """Fork a kernel for each order, until the standard input ends; in a fork, be the kernel."""
+    # As ipykernel's launcher does: the folder in which the tests were started is on no kernel's path.
+    if sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
     import_what_kernels_import()
     gc.collect()
     gc.freeze()
@@ -116,15 +119,12 @@ def be_kernel(
 ) -> None:
     """Be a kernel that has been started with these arguments."""
     os.setsid()
-    gc.unfreeze()
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    if sys.path[0] in ("", directory):
-        del sys.path[0]
     # It reads the variable when it is imported.
     sys.argv = ["ipykernel_launcher", *arguments, f"--IPKernelApp.parent_handle={os.getppid()}"]
     from ipykernel import kernelapp

@@ -44,6 +44,8 @@ def warm_kernels(directory: Path, environment: dict[str, str]) -> Iterator[dict[
             env=environment,
             stdin=subprocess.PIPE,
             pass_fds=[listening.fileno()],
+            # An interrupt from the keyboard is for the tests alone.
+            start_new_session=True,
         )
     sys.path.append(str(path))
     try:
