@@ -1,4 +1,4 @@
-"""What lets kernels be forked, for everything that starts kernels with jupyter_client."""
+"""A provisioner with which everything that starts kernels by jupyter_client has them forked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def warm_kernels(directory: Path, environment: dict[str, str]) -> Iterator[dict[
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: forked-kernels\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
-    # Only that process has the socket open: when it is gone, whoever asks is told so.
+    # Only that process has the socket open: when it is gone, the next to ask is told so.
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(place))
         listening.listen()
