@@ -39,16 +39,17 @@ if TYPE_CHECKING:
 
 TokenChecker = Callable[[list[int], list[int]], None]
 
-TOGETHER = ("tests/process/ray/",)
-"""A Ray cluster serves all its tests, and there is one at a time."""
+TOGETHER = ("tests/process/ray/", "tests/notebook/cockpit/", "tests/notebook/lab/")
+"""A Ray cluster serves all its tests, and there is one at a time. A JupyterLab and a page with it take as long as many a
+test: two processes have them."""
 
 SCRATCH = pytest.StashKey[scratch.Scratch | None]()
 
 FEW_MODULES = 20
 _modules_out_of_sight = 0
 
-APART = ("tests/simulation/",)
-"""Many worlds, none of which knows of another."""
+APART = ("tests/simulation/", "tests/notebook/test_examples.py")
+"""Many worlds, none of which knows of another, and notebooks, each of which starts its own engines."""
 
 # Speed is asked for in benchmarks: a machine that does other things must not fail a test.
 settings.register_profile("nbengine", deadline=None, max_examples=amount(50, thorough=2000))

@@ -20,6 +20,7 @@ from notebook_support.desk import Desk, OpenLab
 from notebook_support.kernel import Kernel, SharedKernel
 from notebook_support.lab import jupyter_lab
 from notebook_support.leaks import end_engines, wait_until_clean
+from notebook_support.warm_provisioner import cold_kernels, warm_kernels
 
 StartKernel = Callable[[], Kernel]
 
@@ -51,7 +52,8 @@ def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
     """Environment of the kernels: directories of their own, and the tests' executor on the path.
 
     They start no spare engines, which import torch: most engines here write the alphabet and need none, and a
-    kernel that attaches to an engine starts none. `with_spare_engines` is for who wants them.
+    kernel that attaches to an engine starts none. `with_spare_engines` is for who wants them. They are forks of a process
+    that has imported what they need (`notebook_support/warm_kernels.py`).
     """
     with tempfile.TemporaryDirectory(prefix="nbk-") as directory:
         configuration_of(Path(directory)).parent.mkdir(parents=True)
@@ -68,16 +70,25 @@ def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in own.items():
                 patch.setenv(name, value)
-            yield dict(os.environ)
-            end_engines()
+            # Beside the directory, in which engines may leave nothing.
+            with (
+                tempfile.TemporaryDirectory(prefix="nbw-") as beside,
+                warm_kernels(Path(beside), dict(os.environ)) as variables,
+            ):
+                for name, value in variables.items():
+                    patch.setenv(name, value)
+                yield dict(os.environ)
+                end_engines()
 
 
 @pytest.fixture
 def with_spare_engines(notebook_environment: dict[str, str]) -> Iterator[None]:
-    """Kernels that start during the test are configured as those of people are, apart from their patience."""
+    """Kernels that start during the test are configured as those of people are, apart from their patience, and are
+    no forks."""
     configuration = configuration_of(directory_of(notebook_environment))
     configuration.write_text(PATIENT)
-    yield
+    with cold_kernels(notebook_environment):
+        yield
     configuration.write_text(WITHOUT_SPARE)
 
 

@@ -117,28 +117,28 @@ def test_everything_killed_at_once_is_gone_after_a_reap(kernel: Kernel, start_ke
     other.run("%engine stop")
 
 
-@pytest.mark.parametrize("now", [False, True], ids=["restarted", "killed"])
-def test_a_new_kernel_finds_the_model_warm_and_generates_at_once(
-    start_kernel: StartKernel, now: bool
-) -> None:
+def test_a_new_kernel_finds_the_model_warm_and_generates_at_once(start_kernel: StartKernel) -> None:
     kernel = start_kernel()
     kernel.run("%engine start smollm2-135m --num-blocks 512 --max-model-len 2048")
     ask = f"%%generate -o answer --temperature 0 --max-tokens 8\n{QUESTION}\n"
     kernel.run(ask)
     cold = kernel.value("answer.token_ids")
-    unfinished = kernel.run("%%generate -a --max-tokens 1800 --set ignore_eos=True\nCount to a thousand.\n")
-    kernel.pump(lambda: bool(unfinished.text), "the first words of the background cell")
     processes = session_processes(the_engine())
-    kernel.restart(now=now)
-    kernel.run("%engine attach")
-    kernel.run(ask)
-    warm, cached, prompt = kernel.value(
-        "(answer.token_ids, answer.num_cached_tokens, answer.num_prompt_tokens)"
-    )
-    assert warm == cold
-    assert prompt - 16 <= cached < prompt
-    status = kernel.run("%engine status").text
-    assert "0 running, 0 waiting" in status
-    assert "0 of 512 in use" in status
-    assert session_processes(the_engine()) == processes
+    for is_killed in (False, True):
+        unfinished = kernel.run(
+            "%%generate -a --max-tokens 1800 --set ignore_eos=True\nCount to a thousand.\n"
+        )
+        kernel.pump(lambda cell=unfinished: bool(cell.text), "the first words of the background cell")
+        kernel.restart(now=is_killed)
+        kernel.run("%engine attach")
+        kernel.run(ask)
+        warm, cached, prompt = kernel.value(
+            "(answer.token_ids, answer.num_cached_tokens, answer.num_prompt_tokens)"
+        )
+        assert warm == cold
+        assert prompt - 16 <= cached < prompt
+        status = kernel.run("%engine status").text
+        assert "0 running, 0 waiting" in status
+        assert "0 of 512 in use" in status
+        assert session_processes(the_engine()) == processes
     kernel.run("%engine stop")

@@ -1,76 +1,35 @@
 """The example notebooks run from top to bottom; they are committed without outputs, or with those of a whole run.
 
-Those with something that only a page shows run in JupyterLab, the others in a kernel, which costs half as much;
-`make thorough` runs all in JupyterLab.
+They run in a kernel, which costs half as much as JupyterLab; `make thorough` runs all of them there, and
+`lab/test_quickstart.py` the first one.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from notebook_support.examples import CELL_SECONDS, EXAMPLES, code_of, example, plain, run_all_in_lab
 from notebook_support.kernel import SharedKernel
-from notebook_support.lab import POLL_MS, run_command, save, screenshot, wait_until_idle
 
 from tests.support.thorough import THOROUGH
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
-CELL_SECONDS = 200.0
-
 RunExample = Callable[[str], list[nbformat.NotebookNode]]
 
-# A cell that waits or runs has a star; those after an error lose it.
-PROMPTS = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map((prompt) => prompt.textContent)"
-HAS_BEGUN = f"() => {PROMPTS}.some((text) => /[*\\d]/.test(text))"
-HAS_ENDED = f"() => {PROMPTS}.every((text) => !text.includes('*'))"
-
 MACHINE_PATH = re.compile(r"/tmp/|/home/|/root/|/work/")
-NOTICE = re.compile(r"^\[engine '.+' (does not say|is busy|makes no progress|goes on).*\]\n?", re.MULTILINE)
-"""A cell says this of an engine that lets it wait, as one does on a machine that does other things."""
-
-
-def plain(cell: nbformat.NotebookNode) -> str:
-    """The cell's outputs as a frontend without HTML shows them."""
-    shown = (
-        NOTICE.sub("", output.get("text") or "") or output.get("data", {}).get("text/plain", "")
-        for output in cell.outputs
-    )
-    return "\n".join(text for text in shown if text)
-
-
-def example(stem: str) -> nbformat.NotebookNode:
-    """Read an example, and forget what is stored of a run."""
-    notebook = nbformat.read(next(path for path in EXAMPLES if path.stem == stem), as_version=4)
-    for cell in code_of(notebook):
-        cell.outputs, cell.execution_count = [], None
-    return notebook
 
 
 @pytest.fixture
 def run_in_lab(request: pytest.FixtureRequest, with_spare_engines: None) -> Iterator[RunExample]:
-    """Run an example as a person does, by the menu, and save it; returns its code cells."""
+    """Run an example as a person does; returns its code cells."""
     request.getfixturevalue("clean_afterwards")
     desk = request.getfixturevalue("desk")
 
-    def run(stem: str) -> list[nbformat.NotebookNode]:
-        path = desk.directory / f"{stem}.ipynb"
-        nbformat.write(example(stem), path)
-        page = desk.open_file(path.name)
-        run_command(page, "notebook:run-all-cells")
-        page.wait_for_function(HAS_BEGUN, polling=POLL_MS)
-        page.wait_for_function(HAS_ENDED, timeout=1000 * CELL_SECONDS, polling=POLL_MS)
-        wait_until_idle(page)
-        screenshot(page, f"example_{stem}")
-        save(page)
-        code = code_of(nbformat.read(path, as_version=4))
-        errors = [output for cell in code for output in cell.outputs if output.output_type == "error"]
-        assert not errors, "\n".join(errors[0].traceback)
-        return code
-
-    yield run
+    yield functools.partial(run_all_in_lab, desk)
     desk.clear()
 
 
@@ -98,10 +57,6 @@ def run_example(request: pytest.FixtureRequest) -> RunExample:
     return run
 
 
-def code_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_valid_and_has_no_outputs_or_those_of_one_whole_run(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
@@ -115,25 +70,6 @@ def test_an_example_is_valid_and_has_no_outputs_or_those_of_one_whole_run(path: 
         assert not MACHINE_PATH.search(path.read_text())
     else:
         assert not any(cell.outputs for cell in code)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_the_quickstart_runs_and_what_it_shows_is_true(run_in_lab: RunExample) -> None:
-    code = run_in_lab("01_quickstart")
-    shown = {cell.source: plain(cell) for cell in code}
-    assert all(shown[name] for name in ("%engine start", "%engine status", "%engine stop"))
-    generated = [cell for cell in code if cell.source.startswith("%%generate")]
-    assert len(generated) == 4
-    for cell in generated:
-        # On a machine that does other things a cell says, too, why it waits.
-        (output,) = (output for output in cell.outputs if NOTICE.sub("", output.get("text", "-")))
-        assert set(output.data) == {"text/plain", "text/html"}
-        assert "tokens ·" in output.data["text/plain"]
-    assert "prime" in plain(generated[0])
-    assert "Marseille" in plain(generated[1])
-    assert "prompt tokens reused" in plain(generated[3])
-    assert "processes are gone" in shown["%engine stop"]
 
 
 @pytest.mark.slow

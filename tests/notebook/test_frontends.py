@@ -17,6 +17,7 @@ from notebook_support.kernel import Kernel
 from notebook_support.lab import write_notebook
 from notebook_support.leaks import wait_until_clean
 from notebook_support.paced import start_line
+from notebook_support.warm_kernels import cold
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 KERNELS = Path(sys.prefix) / "beside"
@@ -52,8 +53,8 @@ def test_jupyter_execute_runs_a_notebook(
 
 @pytest.fixture(scope="module")
 def kernel_of(request: pytest.FixtureRequest, notebook_environment: dict[str, str]) -> Iterator[Kernel]:
-    """A kernel of some version of ipykernel, with an engine that writes 200 tokens a second."""
-    environment = notebook_environment
+    """A kernel of some version of ipykernel, with an engine that writes 200 tokens a second; it is no fork."""
+    environment = cold(notebook_environment)
     if request.param != ENVIRONMENTS_OWN:
         directory = KERNELS / f"ipykernel-{request.param}"
         if not directory.is_dir():
@@ -216,7 +217,7 @@ def run(environment: dict[str, str], program: str, *arguments: str, directory: P
     done = subprocess.run(
         [Path(sys.executable).with_name(program), *arguments],
         cwd=directory,
-        env=environment,
+        env=cold(environment),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

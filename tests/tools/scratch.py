@@ -34,7 +34,6 @@ from nbengine.ipc.liveness import (
     send_signal,
     this_process,
 )
-from nbengine.models.checkpoints.packed_store import is_remote
 from nbengine.runtime.directories import RUN_DIR, SHARED_MEMORY, EngineDirectories, marker_of, note_place
 from tests.tools import tests_cache
 
@@ -153,6 +152,9 @@ def is_abandoned(path: Path) -> bool:
     # Its pid means nothing here: it is of an earlier boot, or of another container, which may run.
     assert machine is not None
     another_boot = machine.split(":")[0] != machine_id().split(":")[0]
+    # It imports torch, which the demo and the tests of notebooks need in none of their own processes.
+    from nbengine.models.checkpoints.packed_store import is_remote
+
     return another_boot and not is_remote(path.parent)
 
 

@@ -33,7 +33,8 @@ DEFAULT = (
     "tests/process/executor/test_death.py",
     "tests/process/parallel/test_worker_death.py",
     "tests/notebook/test_deaths.py",
-    "tests/notebook/test_process_tree.py",
+    "tests/notebook/lab/test_process_tree.py",
+    "tests/notebook/lab/test_recover_page.py",
     "tests/notebook/test_recover.py",
 )
 """Tests of what kills, waits and finds things gone: two minutes on two free cores."""

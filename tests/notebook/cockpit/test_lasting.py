@@ -6,7 +6,6 @@ import json
 import re
 
 import nbformat
-from nbconvert import HTMLExporter
 from notebook_support.cockpit import MARKS, WHOLE, Cockpit, faults_of_layout, number_of
 from notebook_support.desk import Desk, OpenLab
 from notebook_support.lab import TOKEN, WIDE, reload, restart_kernel, save, screenshot
@@ -104,6 +103,9 @@ def expect_a_picture_in_the_saved_notebook(cockpit: Cockpit, desk: Desk, cell: i
     picture = notebook.cells[cell].outputs[1].data["text/html"]
     assert "no requests yet" not in picture
     assert picture.count("data:image/svg+xml;base64") >= 3
+    # Every process that collects the tests would import it for nothing.
+    from nbconvert import HTMLExporter
+
     # Without the state of widgets, which a notebook's own settings leave out.
     notebook.metadata.pop("widgets", None)
     page, _ = HTMLExporter().from_notebook_node(notebook)

@@ -274,13 +274,12 @@ def output_of(page: Page, cell: int) -> str:
     return _output_area(page, cell).inner_text()
 
 
-def screenshot(page: Page | Locator, name: str) -> bytes:
-    """A picture of the page or of an element as PNG, kept as `name`.png in the directory $NBENGINE_ARTEFACTS if that is set."""
-    picture = page.screenshot()
+def screenshot(page: Page | Locator, name: str) -> None:
+    """Bring an element into sight, and if $NBENGINE_ARTEFACTS is set keep a picture of it, or of the page, as `name`.png there."""
+    if isinstance(page, Locator):
+        page.scroll_into_view_if_needed()
     if directory := os.environ.get("NBENGINE_ARTEFACTS"):
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        (Path(directory) / f"{name}.png").write_bytes(picture)
-    return picture
+        page.screenshot(path=Path(directory) / f"{name}.png")
 
 
 def _output_area(page: Page, cell: int):

@@ -1,18 +1,18 @@
-"""The process tree in a real kernel, and its picture in JupyterLab in a real browser."""
+"""The picture of a process tree in JupyterLab in a real browser; `test_examples.py` has a real engine's."""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 from chromium import needs_chromium
 from notebook_support.desk import OpenLab
-from notebook_support.lab import run_command, wait_for_prompt
+from notebook_support.lab import run_cell, run_command, screenshot
 from playwright.sync_api import Page
 
-START = "%engine start random-tiny --tp 2 --pp 2 --num-blocks 64"
+from tests.unit.widgets.trees import make_tree
+
 THEMES = ("JupyterLab Light", "JupyterLab Dark")
 WIDTHS = (1280, 800)
 SMALLEST_LETTERS = 9.0
@@ -95,11 +95,11 @@ def check_legible(page: Page) -> None:
 @needs_chromium
 @pytest.mark.timeout(240)
 def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
-    open_lab: OpenLab, tmp_path: Path
+    open_lab: OpenLab,
 ) -> None:
-    page = open_lab("tree.ipynb", ["%load_ext nbengine", START, "%engine tree", "%engine stop"])
-    for _ in range(3):
-        run_command(page, "notebook:run-cell-and-select-next")
+    shown = f"from IPython.display import display\ndisplay({make_tree(2, 2).bundle()!r}, raw=True)"
+    page = open_lab("tree.ipynb", [shown])
+    run_cell(page, 0)
     page.wait_for_selector(".jp-OutputArea-output svg[role=img]")
     run_command(page, "application:toggle-left-area")
     for theme, width in itertools.product(THEMES, WIDTHS):
@@ -111,7 +111,5 @@ def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
         page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
         page.wait_for_selector("#jupyterlab-splash", state="detached")
         page.locator(".jp-OutputArea-output svg[role=img]").scroll_into_view_if_needed()
-        page.screenshot(path=tmp_path / f"{theme.rpartition(' ')[2]}-{width}.png")
+        screenshot(page, f"process-tree-{theme.rpartition(' ')[2]}-{width}")
         check_legible(page)
-    run_command(page, "notebook:run-cell-and-select-next")
-    wait_for_prompt(page, 3)

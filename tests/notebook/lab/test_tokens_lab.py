@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import pytest
 from chromium import needs_chromium
 from notebook_support.desk import OpenLab
-from notebook_support.lab import NOTEBOOK, output_of, run_command, wait_for_prompt
+from notebook_support.lab import NOTEBOOK, output_of, run_command, screenshot, wait_for_prompt
+from notebook_support.paced import start_line
 from playwright.sync_api import Page, expect
 from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 
@@ -48,10 +48,10 @@ def run_cell(page: Page, cell: int) -> None:
 
 
 def test_a_click_on_an_alternative_begins_a_tab_also_while_a_cell_is_busy(
-    open_lab: OpenLab, tmp_path: Path
+    open_lab: OpenLab,
 ) -> None:
     cells = [
-        "%load_ext nbengine\n%engine start random-tiny --dtype float32",
+        f"%load_ext nbengine\n{start_line(tokens_per_second=200)}",
         f"%%generate -o answer --logprobs 6 {FLAGS}\n{PROMPT}",
         BUSY,
         LOOK,
@@ -91,6 +91,6 @@ def test_a_click_on_an_alternative_begins_a_tab_also_while_a_cell_is_busy(
     page.wait_for_function(f"() => ({SAVED_HTML})().split('<span title=').length == 1 + 40 + 10 + 5")
     expect(tabs).to_have_count(3)
     expect(tabs.nth(2)).to_have_attribute("aria-selected", "true")
-    page.screenshot(path=tmp_path / "tokens.png")
+    screenshot(page, "tokens")
     run_cell(page, 4)
     wait_for_prompt(page, 4)

@@ -6,6 +6,7 @@ import pytest
 from chromium import needs_chromium
 from notebook_support.desk import OpenLab
 from notebook_support.lab import CODE_CELL, run_command, screenshot, set_theme, set_width, wait_for_prompt
+from notebook_support.paced import start_line
 from playwright.sync_api import Locator, Page, expect
 
 TEXT = "the quick brown fox <b>jumps</b> over {thing}"
@@ -24,7 +25,7 @@ def set_field(side: Locator, flag: str, value: str) -> None:
 
 def test_two_sides_answer_stop_and_become_cells(open_lab: OpenLab) -> None:
     cells = [
-        "import nbengine\n%load_ext nbengine\n%engine start random-tiny --dtype float32",
+        f"import nbengine\n%load_ext nbengine\n{start_line(tokens_per_second=200)}",
         "%playground",
         LAST,
         "%engine stop",
@@ -73,7 +74,7 @@ def test_two_sides_answer_stop_and_become_cells(open_lab: OpenLab) -> None:
     b.get_by_role("button", name="Run").click()
     expect(b.get_by_role("alert")).to_contain_text("temperature")
     set_field(b, "--temperature", "1")
-    # It would write until the context is full, some seconds later.
+    # It would write until the context is full, twenty seconds later.
     set_field(b, "--max-tokens", "100000")
     b.get_by_role("button", name="Run").click()
     b.get_by_role("button", name="Stop").click()
