@@ -127,7 +127,9 @@ def num_answers(store: Path) -> int:
         return 0
     with contextlib.closing(sqlite3.connect(f"{store.as_uri()}?mode=ro", uri=True)) as connection:
         try:
-            found = connection.execute("SELECT count(*) FROM runs WHERE error = '' AND finish_reason != 'abort'")
+            found = connection.execute(
+                "SELECT count(*) FROM runs WHERE error = '' AND finish_reason != 'abort'"
+            )
         except sqlite3.OperationalError:
             # The table is being made.
             return 0
@@ -167,7 +169,7 @@ def measure(folder: Path, model: str, rows: int, tokens: int) -> list[dict[str, 
         outcome = notebook.run(cell, is_due, kill)
         meter.look()
         figures.append(meter.row(what))
-        print(f"{what}: {outcome}, {num_answers(store)} answers are kept", flush=True)
+        print(f"{what}: {outcome}, {num_answers(store)} answers are kept; {figures[-1]}", flush=True)
         if outcome != expected:
             raise RuntimeError(f"{what}: {outcome!r} instead of {expected!r}")
 
@@ -206,7 +208,9 @@ def check(grid: list[list[Any]], kept: Counter[tuple[str, str]], rows: int) -> N
         raise RuntimeError(f"the grid has {len(grid)} rows, and not each of {rows} once")
     if kept != expected:
         lacking, beyond = expected - kept, kept - expected
-        raise RuntimeError(f"{lacking.total()} rows have no answer among the kept runs, {beyond.total()} one too many")
+        raise RuntimeError(
+            f"{lacking.total()} rows have no answer among the kept runs, {beyond.total()} one too many"
+        )
 
 
 def main() -> None:
