@@ -67,7 +67,7 @@ class Browser:
         self.written: dict[str, int] = {}
         """The tokens that each output says it has."""
         self.updates = 0
-        """The messages by which an output has got more tokens."""
+        """The messages after which an output has more tokens."""
         self._said = 0.0
 
     def clear(self) -> None:
