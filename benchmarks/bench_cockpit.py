@@ -5,13 +5,16 @@ blocks. This process plays the browser: it says hello and alive as the dashboard
 what the kernel publishes. A notebook's server drops what is above 1,000 messages or 1,000,000 bytes a second,
 over three seconds; frames that were lost on the way, in the kernel or here, leave a gap in their numbers.
 
-python benchmarks/bench_cockpit.py [--json PATH] [--tokens 300]
+64 cells are measured from the moment at which all of them have been run, and what it costs to run one is told beside it.
+
+python benchmarks/bench_cockpit.py [--json PATH] [--tokens 300] [--dashboards 0 1 10]
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,8 @@ START = (
 FLAGS = "--raw --max-tokens {tokens} --set ignore_eos=true"
 ONE_CELL = f"%%generate {FLAGS} -n {STREAMS}\nOnce upon a time"
 MANY = f"%%generate {FLAGS} -a -o handle\nOnce upon a time"
+MANY_TIMES = 3
+END = "while llm.stats_blocking().engines[0].num_running_reqs: time.sleep(0.1)"
 UNSEEN = f"""
 import asyncio
 from nbengine import RequestOutputKind, SamplingParams
@@ -59,12 +64,16 @@ class Browser:
         self.arrivals: list[tuple[float, int]] = []
         """The moment and the bytes of each message that a server would count."""
         self.frames = self.frame_bytes = self.gaps = 0
+        self.written: dict[str, int] = {}
+        """The tokens that each output says it has."""
+        self.updates = 0
+        """The messages after which an output has more tokens."""
         self._said = 0.0
 
     def clear(self) -> None:
         """Start counting again at 0."""
         self.arrivals.clear()
-        self.frames = self.frame_bytes = self.gaps = 0
+        self.frames = self.frame_bytes = self.gaps = self.updates = 0
 
     def run(self, code: str) -> None:
         """Run a cell, and play the browser meanwhile."""
@@ -106,6 +115,12 @@ class Browser:
             said = content.get("data", {}).get("content", {}) if kind == "comm_msg" else {}
             if said.get("kind") == "frame":
                 self._frame(content["comm_id"], said, size)
+        if kind in ("display_data", "update_display_data"):
+            told = re.search(r"\[(\d+) tokens?", content["data"].get("text/plain", ""))
+            if told is not None:
+                display, number = content["transient"].get("display_id", ""), int(told[1])
+                self.updates += number > self.written.get(display, 0)
+                self.written[display] = number
         if kind == "display_data" and VIEW in content["data"]:
             model = content["data"][VIEW]["model_id"]
             self.models.append(model)
@@ -131,22 +146,36 @@ class Browser:
 
 def measure(browser: Browser, kernel: psutil.Process, name: str, code: str, tokens: int) -> dict[str, Any]:
     """Measure one row: cells that generate, and the dashboards that there are."""
-    browser.clear()
-    before, start = kernel.cpu_times(), time.monotonic()
+
+    def cpu() -> float:
+        times = kernel.cpu_times()
+        return float(times.user + times.system)
+
+    begun = 0.0
     if code is MANY:
+        before = cpu()
         for _ in range(STREAMS):
-            browser.run(code.format(tokens=tokens))
-        browser.run("while llm.stats_blocking().engines[0].num_running_reqs: time.sleep(0.1)")
+            # They go on for longer than is measured.
+            browser.run(code.format(tokens=MANY_TIMES * tokens))
+        begun = cpu() - before
+    browser.clear()
+    written, before, start = sum(browser.written.values()), cpu(), time.monotonic()
+    if code is MANY:
+        browser.wait(None, tokens * STEP_SECONDS)
+        written = sum(browser.written.values()) - written
     else:
         browser.run(code.format(tokens=tokens))
-    seconds, after = time.monotonic() - start, kernel.cpu_times()
-    cpu = after.user + after.system - before.user - before.system
+        written = STREAMS * tokens
+    seconds, used = time.monotonic() - start, cpu() - before
+    updates = browser.updates / seconds / STREAMS if code is MANY else None
     messages, num_bytes = browser.peaks()
-    return {
+    row = {
         "what": name,
         "dashboards": len(browser.models),
-        "tokens/s": STREAMS * tokens / seconds,
-        "kernel CPU %": 100 * cpu / seconds,
+        "tokens/s": written / seconds,
+        "kernel CPU %": 100 * used / seconds,
+        "to run a cell, ms of CPU": 1e3 * begun / STREAMS if code is MANY else "",
+        "updates/s of a cell": "" if updates is None else updates,
         "messages/s": messages,
         "kB/s": num_bytes / 1000,
         "frames/s": browser.frames / seconds,
@@ -154,12 +183,16 @@ def measure(browser: Browser, kernel: psutil.Process, name: str, code: str, toke
         "frames lost": browser.gaps,
         "would be dropped": messages > MOST_MESSAGES or num_bytes > MOST_BYTES,
     }
+    if code is MANY:
+        browser.run(END)
+    return row
 
 
 def main() -> None:
     """Measure each way to read the streams, without a dashboard, with one and with ten."""
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=300, help="tokens of each stream")
+    options.add_argument("--dashboards", type=int, nargs="+", default=[0, 1, 10], help="numbers, ascending")
     arguments = options.parse_args()
     environment = {
         **os.environ,
@@ -174,7 +207,7 @@ def main() -> None:
         for line in (*START.splitlines(), "import time"):
             execute(client, line)
         kernel, browser = psutil.Process(manager.provisioner.process.pid), Browser(client)
-        for number in (0, 1, 10):
+        for number in arguments.dashboards:
             while len(browser.models) < number:
                 browser.run("%dashboard")
             if number:

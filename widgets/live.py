@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -41,13 +43,71 @@ class LiveDisplay:
         """
         with self._lock:
             update, self._shown = self._shown and not again, True
-            if self._publisher is not None:
+            if self._publisher is not None and update and _sends_alone(self._publisher):
+                self._replace(bundle, metadata)
+            elif self._publisher is not None:
                 self._publisher.publish(
                     data=dict(bundle), metadata=metadata, transient=self._transient, update=update
                 )
             elif not update:
                 print(bundle["text/plain"])
         return sum(map(len, bundle.values()))
+
+    def _replace(self, bundle: MimeBundle, metadata: MimeBundle | None) -> None:
+        """Send a replacement as the publisher would, which first waits, twice, until another thread has sent all that is
+        printed: that costs more than all the rest, and what replaces an output has no place among later ones."""
+        publisher: Any = self._publisher
+        content = {"data": dict(bundle), "metadata": metadata or {}, "transient": self._transient}
+        session, outlet = publisher.session, publisher.pub_socket
+        message = session.msg("update_display_data", content, parent=publisher.parent_header)
+        sheaf = getattr(_of_thread, "sheaf", None)
+        if sheaf is not None and getattr(outlet, "io_thread", None) is not None:
+            sheaf.io_thread, outlet = outlet.io_thread, sheaf
+        session.send(outlet, message, ident=publisher.topic)
+
+
+class Sheaf:
+    """Replacements that a kernel sends together: its thread that sends wakes once for all of them, not for each.
+
+    `later` calls a function once the calling thread has done what is due now.
+    """
+
+    def __init__(self, later: Callable[[Callable[[], None]], object]) -> None:
+        self.io_thread: Any = None
+        """The kernel's thread that sends."""
+        self._later = later
+        self._waiting: list[tuple[Sequence[bytes], dict[str, Any]]] = []
+
+    def send_multipart(self, frames: Sequence[bytes], **options: Any) -> None:
+        """Take in a message as a socket would."""
+        if not self._waiting:
+            self._later(self._send)
+        self._waiting.append((frames, options))
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self.io_thread.schedule(partial(_send_all, self.io_thread, waiting))
+
+
+def _send_all(io_thread: Any, messages: Sequence[tuple[Sequence[bytes], dict[str, Any]]]) -> None:
+    if not io_thread.closed:
+        for frames, options in messages:
+            io_thread.socket.send_multipart(frames, **options)
+
+
+_of_thread = threading.local()
+
+
+def send_together(later: Callable[[Callable[[], None]], object]) -> None:
+    """Have what the calling thread replaces sent together: `later` is as `Sheaf` says."""
+    _of_thread.sheaf = Sheaf(later)
+
+
+def _sends_alone(publisher: Any) -> bool:
+    """Return whether a publisher only sends what it is given: it is a kernel's own, without hooks, and keeps nothing."""
+    module = sys.modules.get("ipykernel.zmqshell")
+    is_kernels = module is not None and type(publisher) is module.ZMQDisplayPublisher
+    return is_kernels and not publisher.store_display_history and not publisher._hooks
 
 
 def in_kernel(shell: InteractiveShell | None) -> bool:

@@ -65,8 +65,12 @@ class ComparisonResult(ShownOnce):
         A setting that has the name of one of the answer's columns gets the suffix `_given`. The scores are the
         last columns; of one that could not be found everywhere, NAME_error says why.
         """
+        has_samples = any(len(result.outputs) > 1 for result in self.results)
+        has_logprobs = any(
+            answer.cumulative_logprob is not None for result in self.results for answer in result.outputs
+        )
         return [
-            self._row(index, completion)
+            self._row(index, completion, has_samples=has_samples, has_logprobs=has_logprobs)
             for index, result in enumerate(self.results)
             for completion in result.outputs or [CompletionOutput(0, "", [])]
         ]
@@ -135,7 +139,9 @@ class ComparisonResult(ShownOnce):
             if all(given[name] == value for name, value in settings.items())
         ]
 
-    def _row(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+    def _row(
+        self, index: int, completion: CompletionOutput, *, has_samples: bool, has_logprobs: bool
+    ) -> dict[str, Any]:
         result = self.results[index]
         metrics = result.metrics
         row: dict[str, Any] = {
@@ -147,9 +153,9 @@ class ComparisonResult(ShownOnce):
             "prompt_tokens": result.num_prompt_tokens,
             "cached_tokens": result.num_cached_tokens,
         }
-        if any(len(other.outputs) > 1 for other in self.results):
+        if has_samples:
             row = {"sample": completion.index, **row}
-        if any(answer.cumulative_logprob is not None for other in self.results for answer in other.outputs):
+        if has_logprobs:
             row["logprob"] = completion.cumulative_logprob
         if self.errors:
             error = self.errors.get(index)

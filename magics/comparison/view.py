@@ -63,6 +63,10 @@ class GridState:
         self._known: list[tuple[object, object, int]] = [(None, None, 0)] * len(result)
         self._open = list(range(len(result)))
         """The positions of results that may still change."""
+        self._counted: list[list[AnswerCount]] = [[] for _ in result]
+        """The answers of each result, counted when it last changed."""
+        self._open_counts: list[AnswerCount] = []
+        """The answers of all results that may still change."""
         self._settled = AnswerTotals()
         """The sums over the answers of all others."""
         self._num_settled = 0
@@ -81,17 +85,20 @@ class GridState:
             if is_new or result.scores.num_found_of(index) != num_scores:
                 changed = True
                 self.cells[index] = self._live_cell(index)
+                self._counted[index] = self._counts_of(index)
                 self._known[index] = (
                     found.outputs,
                     found.metrics.prompt_progress,
                     result.scores.num_found_of(index),
                 )
             if self._is_settled(index, found):
-                for counted in self._counts_of(index):
+                for counted in self._counted[index]:
                     self._settled.add(counted)
                     self._num_settled += 1
             else:
                 still_open.append(index)
+        if changed or len(still_open) < len(self._open):
+            self._open_counts = [counted for index in still_open for counted in self._counted[index]]
         self._open = still_open
         # The answers of kept runs are no work of now.
         self._pace.take(time.monotonic(), self.num_tokens - self._num_kept)
@@ -123,7 +130,7 @@ class GridState:
     @property
     def num_ended(self) -> int:
         """Count the answers that have ended, in whatever way."""
-        return self._num_settled + sum(counted.ended for counted in self._counts())
+        return self._num_settled + sum(counted.ended for counted in self._open_counts)
 
     @cached_property
     def num_answers(self) -> int:
@@ -133,7 +140,7 @@ class GridState:
     @property
     def head(self) -> str:
         """Describe the progress of all answers, and the time that is left."""
-        rate, left = self._pace.rate, self._pace.seconds_left(self._counts(), self._settled)
+        rate, left = self._pace.rate, self._pace.seconds_left(self._open_counts, self._settled)
         running = sum(self.cells[index].state == "running" for index in self._open)
         return joined(
             self.waiting,
@@ -248,10 +255,6 @@ class GridState:
         if self.num_tokens > MOST_SHADED:
             return 0
         return kept_alternatives(root for result in self.result.results for root in result.tree.roots)
-
-    def _counts(self) -> list[AnswerCount]:
-        """Count the tokens of the answers that may still change."""
-        return [counted for index in self._open for counted in self._counts_of(index)]
 
     def _counts_of(self, index: int) -> list[AnswerCount]:
         result, params = self.result.results[index], self._params[index]

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
 
 from nbengine.errors import NBEngineError
+from nbengine.magics.generation.background import Background
 from nbengine.magics.generation.request import Request
 from nbengine.magics.generation.result import GenerationHandle, GenerationResult, Handle
 from nbengine.magics.generation.view import View
@@ -127,7 +128,7 @@ class Stream(ABC, Generic[R]):
             self._end()
 
     def run_in_background(self) -> Handle[R]:
-        """Stream in a background thread, into the output of the cell that is running now."""
+        """Stream in a thread of its own, into the output of the cell that is running now."""
         handle = self._handle()
         self.waits.holds_up = False
         # ipykernel keeps the running cell in a context variable, so the thread's outputs belong to this cell.
@@ -152,14 +153,28 @@ class Stream(ABC, Generic[R]):
             raise self._interrupted()
 
     def cancel(self) -> None:
-        """Abort the requests that have not ended, so the background thread finishes; safe on any thread."""
+        """Abort the requests that have not ended, so that it ends in the background; safe on any thread."""
         self._cancelled.set()
         self._abort_all()
 
     def _run_background(self, handle: Handle[R]) -> None:
+        with self._settling(handle):
+            while not self._cancelled.is_set():
+                self.waits.look()
+                self._check_time()
+                try:
+                    if self._step_blocking(_CANCEL_POLL_SECONDS):
+                        break
+                except TimeoutError:
+                    continue
+                self._cancelled.wait(self._view.interval)
+
+    @contextmanager
+    def _settling(self, handle: Handle[R]) -> Iterator[None]:
+        """End the stream with the block, and settle its handle."""
         try:
             with self._stops.offer(self._view.key, self.cancel, foreground=False):
-                self._stream_in_background()
+                yield
             self._end()
         except NBEngineError as error:
             cancelled = self._cancelled.is_set()
@@ -175,17 +190,6 @@ class Stream(ABC, Generic[R]):
             raise
         else:
             handle.settle()
-
-    def _stream_in_background(self) -> None:
-        while not self._cancelled.is_set():
-            self.waits.look()
-            self._check_time()
-            try:
-                if self._step_blocking(_CANCEL_POLL_SECONDS):
-                    break
-            except TimeoutError:
-                continue
-            self._cancelled.wait(self._view.interval)
 
     def _step_and_look(self) -> bool:
         while True:
@@ -248,6 +252,8 @@ class Generation(Stream[GenerationResult]):
         request.on_progress = self._show_progress
         self._drawn_at = -math.inf
         """The time at which progress was drawn last."""
+        self._task: asyncio.Task[None] | None = None
+        """The task that streams in the background, once it has begun."""
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -274,6 +280,35 @@ class Generation(Stream[GenerationResult]):
         self.result.absorb(output)
         self._view.update(self.result)
         return self.result.finished
+
+    def run_in_background(self) -> GenerationHandle:
+        """Stream on the loop of the background, into the output of the cell that is running now."""
+        handle = self._handle()
+        self.waits.holds_up = False
+        Background.shared().start(self._run_on_beats(handle))
+        return handle
+
+    def cancel(self) -> None:
+        super().cancel()
+        Background.shared().call_soon(self._wake_task)
+
+    def _wake_task(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run_on_beats(self, handle: Handle[GenerationResult]) -> None:
+        beat = Background.shared().beat
+        with self._settling(handle):
+            self._task = asyncio.current_task()
+            try:
+                async with self.waits.looking(), self._timed():
+                    while not self._cancelled.is_set() and not await self._step():
+                        await beat.wait(self, self._view.interval)
+            except asyncio.CancelledError:
+                if not self._cancelled.is_set():
+                    raise
+            finally:
+                beat.leave(self)
 
     def _handle(self) -> GenerationHandle:
         return GenerationHandle(self.result, self.cancel, self.waits)

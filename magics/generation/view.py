@@ -31,7 +31,7 @@ _CHARACTERS_PER_SECOND = 250_000
 ERASE_LINE = "\r\x1b[2K"
 DUTY = 0.1
 """The share of the time that may go into drawing."""
-_UPDATES_PER_SECOND = 250
+_UPDATES_PER_SECOND = 200
 """The most updates of all cells together: the server drops output above a thousand messages a second."""
 
 

@@ -22,6 +22,8 @@ PUBLISH_INTERVAL = 0.2
 """The least seconds between two states."""
 IDLE_INTERVAL = 0.5
 """Seconds after which the thread looks around even if no message comes."""
+LULL = 0.1
+"""Seconds for which messages gather before they are read together: an engine may send hundreds a second."""
 ALIVE_INTERVAL = 1.0
 """Seconds between two checks that the engine's host lives."""
 FIRST_STATE_SECONDS = 5.0
@@ -188,6 +190,7 @@ class EngineFeed:
                 while not self._closed and not self._state.is_disconnected and self._has_followers():
                     self._take(source)
                     self._look_around()
+                    self._let_gather()
                 with self._lock:
                     if not self._closed:
                         self._known.clear()
@@ -217,6 +220,13 @@ class EngineFeed:
             self._state.note_losses(source.num_losses)
             if self._state.is_known:
                 self._known.set()
+
+    def _let_gather(self) -> None:
+        with self._lock:
+            is_awaited = self._closed or not self._state.is_known
+        if not is_awaited and self._wake.wait(LULL):
+            # Whether anybody follows is looked at next.
+            self._wake.clear()
 
     def _look_around(self) -> None:
         now = time.monotonic()

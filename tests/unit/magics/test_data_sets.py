@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,12 +14,16 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine import runs
 from nbengine.errors import EngineDeadError, RequestError, RequestLostError
 from nbengine.magics.comparison import sending
+from nbengine.magics.comparison.arguments import parse_request
 from nbengine.magics.comparison.axes import Axis, Choice
 from nbengine.magics.comparison.result import ComparisonResult
 from nbengine.magics.comparison.sending import Sender, kept_by_position
+from nbengine.magics.comparison.view import GridState
+from nbengine.magics.config import NBEngine
 from nbengine.magics.generation.request import Origin, Request
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.session import AttachedEngine
+from nbengine.outputs import CompletionOutput, RequestOutput
 from nbengine.sampling_params import SamplingParams
 from nbengine.widgets.grid.grid import MOST_DRAWN, GridCell, layout_of
 from nbengine.widgets.grid.html import GridHtml
@@ -260,3 +266,56 @@ def test_the_time_left_counts_those_that_have_ended_before() -> None:
     for answer in ended:
         before.add(answer)
     assert pace.seconds_left(going, before) == pace.seconds_left([*ended, *going]) == (2.5, True)
+
+
+class Counting(list[GenerationResult]):
+    """Results that count how often one of them is looked at."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[GenerationResult]:
+        for result in super().__iter__():
+            self.num_looks += 1
+            yield result
+
+
+def test_rows_take_time_in_proportion_to_their_number() -> None:
+    comparison = blank(500)
+    looks = comparison.results = Counting(comparison.results)
+    rows = comparison.rows()
+    assert [row["row"] for row in rows] == list(range(500))
+    assert looks.num_looks <= 5 * 500
+
+
+def test_a_grid_counts_again_only_what_has_changed_and_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = GridState._counts_of
+
+    def noted(state: GridState, index: int) -> list[AnswerCount]:
+        counted.append(index)
+        return count(state, index)
+
+    monkeypatch.setattr(GridState, "_counts_of", noted)
+    plan = parse_request("--each row=rows", "{row}\n", NBEngine(), {"rows": list(range(300))})
+    comparison = blank(300)
+    state = GridState(plan, [SamplingParams(max_tokens=5)] * 300, comparison)
+    assert counted == list(range(300))
+    rng, written = random.Random(0), [0] * 300
+    for _ in range(400):
+        changed = sorted(rng.sample(range(300), 3))
+        counted.clear()
+        going_on = [index for index in changed if not comparison.results[index].finished]
+        for index in going_on:
+            written[index] += 1
+            reason = "stop" if rng.random() < 0.3 else "length" if written[index] == 5 else None
+            delta = CompletionOutput(0, "x", [1], finish_reason=reason)
+            comparison.results[index].absorb(
+                RequestOutput(str(index), None, [1], [delta], reason is not None)
+            )
+        assert state.take(comparison) is bool(going_on)
+        assert counted == going_on
+        ended = sum(result.finished for result in comparison)
+        assert state.num_ended == ended
+        assert state.num_tokens == sum(written)
+        assert state.head.startswith(f"{ended} of 300 answers")
+    assert 0 < ended < 300
