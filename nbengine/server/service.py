@@ -24,7 +24,7 @@ from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.server.limits import Limits
-from nbengine.server.merging import Inbox, Indexed, merged, numbered
+from nbengine.server.merging import Inbox, Indexed, merged
 from nbengine.server.protocol.errors import INVALID_REQUEST, ApiError, unavailable
 from nbengine.server.settings import ServerSettings
 
@@ -318,10 +318,15 @@ class EngineService:
                 )
                 for index, prompt in enumerate(prompts)
             ]
-            alone = len(streams) == 1 and inbox is None
-            async with aclosing(numbered(streams[0]) if alone else merged(streams, inbox)) as outputs:
-                async for output in outputs:
-                    yield output
+            if len(streams) == 1 and inbox is None:
+                # Each generator between the engine and the socket costs every token a little.
+                async with aclosing(streams[0]) as only:
+                    async for output in only:
+                        yield 0, output
+                return
+            async with aclosing(merged(streams, inbox)) as outputs:
+                async for indexed in outputs:
+                    yield indexed
         finally:
             ticket.release()
 

@@ -99,9 +99,10 @@ class EventStream:
             chunk = await first
             if not self._started:
                 await self._start(send)
-            while chunk is not None:
+            if chunk is not None:
                 await self._send(send, chunk)
-                chunk = await anext(self._events, None)
+                async for chunk in self._events:
+                    await self._send(send, chunk)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception as error:  # noqa: BLE001 (whatever it is, its caller must be told)
             api_error = api_error_of(error)
