@@ -91,6 +91,7 @@ class EventStream:
             await self._events.aclose()
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_body: Send = scope["state"]["send_body"]
         first = asyncio.ensure_future(anext(self._events, None))
         try:
             done, _ = await asyncio.wait((first,), timeout=HEADER_PATIENCE)
@@ -100,9 +101,9 @@ class EventStream:
             if not self._started:
                 await self._start(send)
             if chunk is not None:
-                await self._send(send, chunk)
+                await self._send(send_body, chunk)
                 async for chunk in self._events:
-                    await self._send(send, chunk)
+                    await self._send(send_body, chunk)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception as error:  # noqa: BLE001 (whatever it is, its caller must be told)
             api_error = api_error_of(error)
