@@ -116,10 +116,9 @@ class RequestOutputCollector:
                 output = self._take()
                 if output is not None:
                     return output
-                if self._is_due:
+                if self._progress is not None and self._is_due:
                     continue
-                waiter = asyncio.get_running_loop().create_future()
-                self._waiter = waiter
+                waiter = self._waiter = asyncio.get_running_loop().create_future()
             await waiter
 
     def get_blocking(self, timeout: float | None = None) -> RequestOutput:
