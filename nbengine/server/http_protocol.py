@@ -11,7 +11,7 @@ MAX_HEADER_BYTES = 64 << 10
 """The most bytes of a request's first line and headers."""
 
 
-class StreamedConnection(h11.Connection):  # type: ignore[misc]
+class StreamedConnection(h11.Connection):
     """The state of a connection, which frames the parts of a stream by itself: they change nothing in it, and h11
     would spend more on each of them than all else that a token passes on its way to the socket."""
 

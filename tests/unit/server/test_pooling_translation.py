@@ -119,7 +119,9 @@ def test_texts_pair_up_one_with_one_with_all_or_each_with_its_own() -> None:
 def test_documents_are_ranked_by_falling_score_and_equal_ones_stay_in_order() -> None:
     request = decoded(RerankRequest, query="q", documents=["a", {"text": "b"}, "c", "d"], top_n=3)
     texts = rerank_texts(request)
-    body = rerank_body("rerank-1", "tiny", request, texts, [scored(score) for score in (0.1, 0.7, 0.1, 0.9)], 12)
+    body = rerank_body(
+        "rerank-1", "tiny", request, texts, [scored(score) for score in (0.1, 0.7, 0.1, 0.9)], 12
+    )
     assert texts == ["a", "b", "c", "d"]
     assert body["results"] == [
         {"index": 3, "relevance_score": 0.9, "document": {"text": "d"}},
