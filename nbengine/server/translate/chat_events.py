@@ -62,7 +62,7 @@ class ChatChunks:
         self._encode = encode
         self._begun: set[int] = set()
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """What stands before and behind the text of a chunk of content alone, for each completion."""
+        """The bytes before and behind the text of a chunk of content alone, for each completion."""
         self._is_plain = form.top_logprobs is None and not (form.running_usage or form.token_ids)
 
     def add(self, part: AnswerPart, usage: Usage | None = None) -> list[bytes]:

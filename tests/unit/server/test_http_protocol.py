@@ -26,7 +26,7 @@ REQUESTS = [
 def said(
     connection: h11.Connection, request: bytes, headers: list[tuple[str, str]], parts: list[bytes]
 ) -> bytes:
-    """What is sent in answer to a request."""
+    """The bytes that are sent in answer to a request."""
     connection.receive_data(request)
     while connection.next_event() is not h11.NEED_DATA and connection.their_state is not h11.DONE:
         pass
