@@ -340,7 +340,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         question: asyncio.TimerHandle | None = self._held_back.ask_later()
         try:
             while not finished:
-                output = collector.get_nowait() or await collector.get()
+                output = await collector.get()
                 if question is not None:
                     question.cancel()
                     question = None

@@ -46,13 +46,6 @@ class Inbox:
                 self._room.release()
 
 
-async def numbered(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Indexed, None]:
-    """Yield the outputs of one stream, each with the index 0."""
-    async with aclosing(stream):
-        async for output in stream:
-            yield 0, output
-
-
 async def merged(
     streams: Sequence[AsyncGenerator[RequestOutput, None]], inbox: Inbox | None = None
 ) -> AsyncGenerator[Indexed, None]:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import msgspec
 import uvicorn
 
+from nbengine.client.threads.loop_thread import LoopThread
 from nbengine.errors import EngineDeadError, NBEngineError, shown
 from nbengine.frontend.async_llm import AsyncLLM
 from nbengine.frontend.observability.request_log import RequestLog
@@ -24,6 +25,7 @@ from nbengine.frontend.observability.tracing import RequestTracer, otlp_provider
 from nbengine.runtime.processes import take_end_signals
 from nbengine.server.app import make_app
 from nbengine.server.connections import Sweeper, sweep_forever
+from nbengine.server.http_protocol import HttpProtocol
 from nbengine.server.records import ServerOrder, ServerRecord, StartFailure, url_of, written_record
 from nbengine.server.service import EngineService
 from nbengine.server.settings import ServerSettings
@@ -214,7 +216,8 @@ async def _run(
     *,
     ends_engine: bool,
 ) -> None:
-    await Serving(settings, make_engine, on_ready, ends_engine=ends_engine).run(listener)
+    with LoopThread.adopted():
+        await Serving(settings, make_engine, on_ready, ends_engine=ends_engine).run(listener)
 
 
 def on_own_thread(work: Callable[[], AsyncLLM]) -> asyncio.Future[AsyncLLM]:
@@ -268,6 +271,7 @@ def observers_of(settings: ServerSettings, engine: AsyncLLM) -> list[RequestObse
 def _config(app: Callable[..., Awaitable[None]], settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

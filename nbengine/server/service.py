@@ -24,9 +24,10 @@ from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.server.limits import Limits
-from nbengine.server.merging import Inbox, Indexed, merged, numbered
+from nbengine.server.merging import Inbox, Indexed, merged
 from nbengine.server.protocol.errors import INVALID_REQUEST, ApiError, unavailable
 from nbengine.server.settings import ServerSettings
+from nbengine.server.translate.conversation import own_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -318,10 +319,15 @@ class EngineService:
                 )
                 for index, prompt in enumerate(prompts)
             ]
-            alone = len(streams) == 1 and inbox is None
-            async with aclosing(numbered(streams[0]) if alone else merged(streams, inbox)) as outputs:
-                async for output in outputs:
-                    yield output
+            if len(streams) == 1 and inbox is None:
+                # Each generator between the engine and the socket costs every token a little.
+                async with aclosing(streams[0]) as only:
+                    async for output in only:
+                        yield 0, output
+                return
+            async with aclosing(merged(streams, inbox)) as outputs:
+                async for indexed in outputs:
+                    yield indexed
         finally:
             ticket.release()
 
@@ -330,10 +336,12 @@ class EngineService:
         prompts: Sequence[PromptType],
         params: Sequence[PoolingParams],
         request_id: str,
+        places: Sequence[str],
         *,
         priority: int = 0,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the outputs of pooling requests, in the order of the prompts; `params` has those of each.
+        """Return the outputs of pooling requests, in the order of the prompts; `params` has those of each, and
+        `places` the field that it comes from (`input[3]`), which an error about it names.
 
         More prompts than there are places go one group after the other. Cancelling it aborts what has not
         ended; errors are those of `generate`.
@@ -341,12 +349,13 @@ class EngineService:
         most = self.settings.max_concurrent_requests
         outputs: list[PoolingRequestOutput[PoolingOutput]] = []
         for start in range(0, len(prompts), most):
-            group = zip(prompts[start : start + most], params[start : start + most], strict=True)
+            part = slice(start, start + most)
+            group = zip(prompts[part], params[part], places[part], strict=True)
             outputs += await self._pool_group(list(group), f"{request_id}-{start}", priority)
         return outputs
 
     async def _pool_group(
-        self, group: Sequence[tuple[PromptType, PoolingParams]], request_id: str, priority: int
+        self, group: Sequence[tuple[PromptType, PoolingParams, str]], request_id: str, priority: int
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         self.check_ready()
         ticket = await self.limits.enter(len(group))
@@ -355,9 +364,9 @@ class EngineService:
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(
-                        _only(engine.encode(prompt, own, f"{request_id}-{index}", priority=priority))
+                        _only(engine.encode(prompt, own, f"{request_id}-{index}", priority=priority), place)
                     )
-                    for index, (prompt, own) in enumerate(group)
+                    for index, (prompt, own, place) in enumerate(group)
                 ]
             return [task.result() for task in running]
         except ExceptionGroup as errors:
@@ -366,7 +375,8 @@ class EngineService:
             ticket.release()
 
 
-async def _only(outputs: AsyncIterator[T]) -> T:
-    async for output in outputs:
-        return output
+async def _only(outputs: AsyncIterator[T], place: str) -> T:
+    with own_names({"prompt": place, "prompt_token_ids": place}):
+        async for output in outputs:
+            return output
     raise NBEngineError("a pooling request has ended without an output")

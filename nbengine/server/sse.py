@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -76,7 +75,7 @@ class EventStream:
         self._ping_interval = ping_interval
         self._started = False
         self._is_sending = False
-        self._sent_at = time.monotonic()
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they or the reader are at their end."""
@@ -91,6 +90,7 @@ class EventStream:
             await self._events.aclose()
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_body: Send = scope["state"]["send_body"]
         first = asyncio.ensure_future(anext(self._events, None))
         try:
             done, _ = await asyncio.wait((first,), timeout=HEADER_PATIENCE)
@@ -99,9 +99,10 @@ class EventStream:
             chunk = await first
             if not self._started:
                 await self._start(send)
-            while chunk is not None:
-                await self._send(send, chunk)
-                chunk = await anext(self._events, None)
+            if chunk is not None:
+                await self._send(send_body, chunk)
+                async for chunk in self._events:
+                    await self._send(send_body, chunk)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception as error:  # noqa: BLE001 (whatever it is, its caller must be told)
             api_error = api_error_of(error)
@@ -123,16 +124,18 @@ class EventStream:
         # Where the reader is behind, this waits, and what the engine makes meanwhile is joined.
         self._is_sending = True
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        self._is_sending, self._sent_at = False, time.monotonic()
+        self._is_sending = False
+        self._num_sent += 1
 
     async def _watch(self, receive: Receive, send: Send) -> None:
         """Return when the reader has gone; send comments while there is nothing else to send."""
         gone = asyncio.create_task(_disconnected(receive))
+        seen = 0
         try:
             while not (await asyncio.wait((gone,), timeout=self._ping_interval))[0]:
-                is_quiet = time.monotonic() - self._sent_at >= self._ping_interval
-                if self._started and is_quiet and not self._is_sending:
+                if self._started and self._num_sent == seen and not self._is_sending:
                     await self._send(send, PING)
+                seen = self._num_sent
         finally:
             await _cancelled(gone)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from nbengine.frontend.parsing.answer_parser import AnswerReading
 from nbengine.frontend.parsing.formats import HARMONY
 from nbengine.frontend.parsing.reading import ANSWER_KEY, added_token_ids_of
+from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.sampling_params import SamplingParams
+from nbengine.server.merging import Indexed
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.errors import bad_request
 from nbengine.server.service import EngineService
@@ -60,10 +61,11 @@ class ChatTurn:
         """Return the number of tokens of the rendered conversation."""
         return len(self.prompt["prompt_token_ids"])
 
-    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """Yield the answer as it comes: several parts for each completion if the request is a stream, else
-        one. Closing the generator aborts the request; errors are those of `EngineService.generate`."""
-        outputs = self._service.generate(
+    def outputs(self) -> AsyncGenerator[Indexed, None]:
+        """Send the request and return its outputs as they come, for `take`: several for each completion if the request
+        is a stream, else one. Closing the generator aborts the request; errors are those of
+        `EngineService.generate`."""
+        return self._service.generate(
             [self.prompt] * self._copies,
             self.params,
             self._request_id,
@@ -71,10 +73,10 @@ class ChatTurn:
             data_parallel_rank=self._request.data_parallel_rank,
             reports_prompts=self._request.wants_progress,
         )
-        async with aclosing(outputs):
-            async for position, output in outputs:
-                for part in self._reader.take(position, output):
-                    yield part
+
+    def take(self, position: int, output: RequestOutput | PromptProgress) -> list[AnswerPart]:
+        """Return the parts of the answer that one of the outputs brings; raises as `AnswerReader.take` does."""
+        return self._reader.take(position, output)
 
     def usage(self) -> Usage:
         """Return the tokens of the parts that have come."""

@@ -76,6 +76,8 @@ class ScriptedEngine(FakeEngine):
         self.priorities.append(priority)
         if self.error is not None:
             raise self.error
+        if len(prompt) > MAX_MODEL_LEN:
+            raise InvalidArgumentError("prompt", prompt, f"at most {MAX_MODEL_LEN} tokens long")
         vector = np.array([len(prompt), prompt.count(" ")], np.float32)
         yield PoolingRequestOutput(request_id or "", PoolingOutput(vector), list(range(len(prompt))))
 

@@ -6,8 +6,9 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from nbengine.errors import EngineDeadError, NBEngineError
@@ -27,6 +28,29 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @classmethod
+    @contextmanager
+    def adopted(cls) -> Iterator[LoopThread]:
+        """Have this thread, with the loop that it runs, be the shared one until the end of the block.
+
+        It is for a program whose readers are all on that loop: what it reads goes from no thread to another.
+
+        Raises:
+            NBEngineError: the process has a loop thread already.
+        """
+        adopted = cls.__new__(cls)
+        adopted.loop = asyncio.get_running_loop()
+        adopted._thread = threading.current_thread()
+        with cls._shared_lock:
+            if cls._shared is not None:
+                raise NBEngineError("the loop thread of this process runs already")
+            cls._shared = adopted
+        try:
+            yield adopted
+        finally:
+            with cls._shared_lock:
+                cls._shared = None
 
     @classmethod
     def shared(cls) -> LoopThread:

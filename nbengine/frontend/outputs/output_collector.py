@@ -116,10 +116,9 @@ class RequestOutputCollector:
                 output = self._take()
                 if output is not None:
                     return output
-                if self._is_due:
+                if self._progress is not None and self._is_due:
                     continue
-                waiter = asyncio.get_running_loop().create_future()
-                self._waiter = waiter
+                waiter = self._waiter = asyncio.get_running_loop().create_future()
             await waiter
 
     def get_blocking(self, timeout: float | None = None) -> RequestOutput:
@@ -186,10 +185,14 @@ class RequestOutputCollector:
 
 def wake(waiters: Iterable[Waiter]) -> None:
     """Wake the coroutines behind these futures, with one call into each of their event loops."""
+    here = asyncio._get_running_loop()
     by_loop: dict[asyncio.AbstractEventLoop, list[Waiter]] = {}
     for waiter in waiters:
         by_loop.setdefault(waiter.get_loop(), []).append(waiter)
     for loop, its_waiters in by_loop.items():
+        if loop is here:
+            _resolve(its_waiters)
+            continue
         # A closed loop has no reader left to wake.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, its_waiters)

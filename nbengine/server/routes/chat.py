@@ -45,21 +45,23 @@ async def chat_completions(request: Request) -> Response | EventStream:
 
 
 async def _events(turn: ChatTurn, form: ChatForm) -> AsyncGenerator[bytes, None]:
-    chunks = ChatChunks(form)
-    async with aclosing(turn.parts()) as parts:
-        async for part in parts:
-            for chunk in chunks.add(part, turn.usage() if form.running_usage else None):
-                yield event(chunk)
+    chunks = ChatChunks(form, event)
+    async with aclosing(turn.outputs()) as outputs:
+        async for position, output in outputs:
+            for part in turn.take(position, output):
+                for chunk in chunks.add(part, turn.usage() if form.running_usage else None):
+                    yield chunk
     for chunk in chunks.end(turn.usage()):
-        yield event(chunk)
+        yield chunk
     yield DONE
 
 
 async def _whole(turn: ChatTurn, form: ChatForm) -> dict[str, Any]:
     completion = ChatCompletion(form)
-    async with aclosing(turn.parts()) as parts:
-        async for part in parts:
-            completion.add(part)
+    async with aclosing(turn.outputs()) as outputs:
+        async for position, output in outputs:
+            for part in turn.take(position, output):
+                completion.add(part)
     return completion.response(turn.usage())
 
 

@@ -57,14 +57,15 @@ async def _open(request: Request, body: dict[str, Any], message_id: str) -> Chat
 async def _events(turn: ChatTurn, builder: MessageBuilder) -> AsyncGenerator[Event, None]:
     last: AnswerPart | None = None
     with own_names(CHAT_NAMES):
-        async with aclosing(turn.parts()) as parts:
-            async for part in parts:
-                if last is None:
-                    for made in builder.start(turn.usage()):
+        async with aclosing(turn.outputs()) as outputs:
+            async for position, output in outputs:
+                for part in turn.take(position, output):
+                    if last is None:
+                        for made in builder.start(turn.usage()):
+                            yield made
+                    last = part
+                    for made in builder.add(part.deltas):
                         yield made
-                last = part
-                for made in builder.add(part.deltas):
-                    yield made
     reason, stop = (None, None) if last is None else (last.finish_reason, last.stop_reason)
     for made in builder.finish(reason or "stop", stop, turn.usage()):
         yield made

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nbengine.frontend.requests.scoring import plan_scores
+from nbengine.errors import InvalidArgumentError
+from nbengine.frontend.requests.scoring import ScorePlan, plan_scores
 from nbengine.pooling_outputs import ScoringRequestOutput
 from nbengine.sampling_params import PoolingParams
 from nbengine.server.protocol.decoding import BodyDecoder
+from nbengine.server.protocol.errors import bad_request
 from nbengine.server.protocol.pooling import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -31,6 +34,8 @@ from nbengine.server.translate.pooling import (
     embedding_params,
     head_params,
     input_prompts,
+    num_tokens_of,
+    places_of,
     rerank_body,
     rerank_texts,
     score_body,
@@ -47,12 +52,14 @@ async def embeddings(request: Request) -> Response:
     """Make a vector of each input."""
     asked = _embeddings.decode(await request.body())
     service = service_of(request)
-    model = service.check_model(asked.model)
+    model = _model_for("embed", service, asked.model)
     prompts = input_prompts(asked.input)
+    places = places_of("input", asked.input, prompts)
     params = [embedding_params(asked)] * len(prompts)
+    request_id = f"embd-{id_of(request)}"
 
     async def answer() -> Body:
-        outputs = await service.pool(prompts, params, f"embd-{id_of(request)}", priority=asked.priority or 0)
+        outputs = await service.pool(prompts, params, request_id, places, priority=asked.priority or 0)
         # Thousands of vectors take a while to write.
         return await asyncio.to_thread(embedding_body, asked, model, outputs)
 
@@ -63,14 +70,15 @@ async def score(request: Request) -> Response:
     """Say how well texts fit together."""
     asked = _score.decode(await request.body())
     service = service_of(request)
-    model = service.check_model(asked.model)
+    model = _model_for("score", service, asked.model)
     first, second = score_texts(asked)
+    texts = _Texts(first, second, ("text_1", "text_2"))
     params = head_params(asked)
     body_id = f"score-{id_of(request)}"
 
     async def answer() -> Body:
-        scores = await _scores(service, first, second, params, body_id, asked.priority or 0)
-        return score_body(body_id, now(), model, scores)
+        scores, num_tokens = await _scores(service, texts, params, body_id, asked.priority or 0)
+        return score_body(body_id, now(), model, scores, num_tokens)
 
     return await _reply(request, answer())
 
@@ -79,14 +87,15 @@ async def rerank(request: Request) -> Response:
     """Bring documents into the order in which they fit a query."""
     asked = _rerank.decode(await request.body())
     service = service_of(request)
-    model = service.check_model(asked.model)
-    texts = rerank_texts(asked)
+    model = _model_for("score", service, asked.model)
+    documents = rerank_texts(asked)
+    texts = _Texts(asked.query, documents, ("query", "documents"))
     params = head_params(asked)
     body_id = f"rerank-{id_of(request)}"
 
     async def answer() -> Body:
-        scores = await _scores(service, asked.query, texts, params, body_id, asked.priority or 0)
-        return rerank_body(body_id, model, asked, texts, scores)
+        scores, num_tokens = await _scores(service, texts, params, body_id, asked.priority or 0)
+        return rerank_body(body_id, model, asked, documents, scores, num_tokens)
 
     return await _reply(request, answer())
 
@@ -95,32 +104,64 @@ async def classify(request: Request) -> Response:
     """Give each input the likeliest of the model's labels."""
     asked = _classify.decode(await request.body())
     service = service_of(request)
-    model = service.check_model(asked.model)
+    model = _model_for("classify", service, asked.model)
     prompts = input_prompts(asked.input)
+    places = places_of("input", asked.input, prompts)
     params = head_params(asked)
     params.task = "classify"
     body_id = f"classify-{id_of(request)}"
 
     async def answer() -> Body:
-        outputs = await service.pool(prompts, [params] * len(prompts), body_id, priority=asked.priority or 0)
+        all_params = [params] * len(prompts)
+        outputs = await service.pool(prompts, all_params, body_id, places, priority=asked.priority or 0)
         labels = service.engine.input_processor.pooling.labels
         return classify_body(body_id, now(), model, labels, outputs)
 
     return await _reply(request, answer())
 
 
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """The texts to be compared, and the names of their fields."""
+
+    first: str | list[str]
+    second: str | list[str]
+    names: tuple[str, str]
+
+    def places(self, plan: ScorePlan) -> list[str]:
+        """Return the place in the body of each prompt; a pair is called after its second text."""
+        first, second = (
+            places_of(name, given, [given] if isinstance(given, str) else given)
+            for name, given in zip(self.names, (self.first, self.second), strict=True)
+        )
+        return second if plan.num_first is None else [*first, *second]
+
+
 async def _scores(
-    service: EngineService,
-    first: str | list[str],
-    second: str | list[str],
-    params: PoolingParams,
-    request_id: str,
-    priority: int,
-) -> list[ScoringRequestOutput]:
+    service: EngineService, texts: _Texts, params: PoolingParams, request_id: str, priority: int
+) -> tuple[list[ScoringRequestOutput], int]:
+    """Return the scores and the number of tokens that were read for them."""
     inputs = service.engine.input_processor.pooling
     # It tokenizes pairs of texts.
-    plan = await asyncio.to_thread(plan_scores, inputs, first, second, params)
-    return plan.scores(await service.pool(plan.prompts, plan.params, request_id, priority=priority))
+    plan = await asyncio.to_thread(plan_scores, inputs, texts.first, texts.second, params)
+    places = texts.places(plan)
+    outputs = await service.pool(plan.prompts, plan.params, request_id, places, priority=priority)
+    return plan.scores(outputs), num_tokens_of(outputs)
+
+
+def _model_for(task: str, service: EngineService, name: str | None) -> str:
+    """Return the name of the model that an answer carries.
+
+    Raises:
+        ApiError: no model has this name here (404), or it does other tasks (400).
+    """
+    model = service.check_model(name)
+    try:
+        service.engine.input_processor.pooling.check_task(task)
+    except InvalidArgumentError as error:
+        message = f"the model {model} is not for {task!r}: {error}"
+        raise bad_request(message, "model", "unsupported_value") from None
+    return model
 
 
 async def _reply(request: Request, answer: Coroutine[Any, Any, Body]) -> Response:

@@ -55,14 +55,15 @@ class _Answer:
         """Yield the events of the stream; those at the beginning wait for the engine to take the request."""
         last: AnswerPart | None = None
         with own_names(CHAT_NAMES):
-            async with aclosing(self._turn.parts()) as parts:
-                async for part in parts:
-                    if last is None:
-                        for made in self.builder.start():
+            async with aclosing(self._turn.outputs()) as outputs:
+                async for position, output in outputs:
+                    for part in self._turn.take(position, output):
+                        if last is None:
+                            for made in self.builder.start():
+                                yield made
+                        last = part
+                        for made in self.builder.add(part.deltas, self._logprobs(part)):
                             yield made
-                    last = part
-                    for made in self.builder.add(part.deltas, self._logprobs(part)):
-                        yield made
         reason = None if last is None else last.finish_reason
         for made in self.builder.finish(reason or "stop", self._turn.usage()):
             # A caller who has seen the end may go on from it at once.

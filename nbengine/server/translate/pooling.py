@@ -47,6 +47,12 @@ def input_prompts(given: str | list[str | int | list[int]]) -> list[PromptType]:
     return list(cast("list[str | list[int]]", given))
 
 
+def places_of(name: str, given: Sequence[object] | str, prompts: Sequence[object]) -> list[str]:
+    """Return the place in the body of each prompt of a field: `input[3]`, or `input` where it is one prompt itself."""
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    return [name] if is_one else [f"{name}[{index}]" for index in range(len(prompts))]
+
+
 def embedding_params(request: EmbeddingRequest) -> PoolingParams:
     """Return the parameters of an embedding.
 
@@ -114,16 +120,18 @@ def embedding_body(request: EmbeddingRequest, model: str, outputs: Sequence[Pool
         }
         for index, output in enumerate(outputs)
     ]
-    return {"object": "list", "data": data, "model": model, "usage": _usage(outputs)}
+    return {"object": "list", "data": data, "model": model, "usage": _usage(num_tokens_of(outputs))}
 
 
-def score_body(body_id: str, created: int, model: str, outputs: Sequence[ScoringRequestOutput]) -> Body:
-    """Return the answer of `/score`."""
+def score_body(
+    body_id: str, created: int, model: str, outputs: Sequence[ScoringRequestOutput], num_tokens: int
+) -> Body:
+    """Return the answer of `/score`; `num_tokens` is the number that the engine has read."""
     data = [
         {"object": "score", "index": index, "score": output.outputs.score}
         for index, output in enumerate(outputs)
     ]
-    return _list_body(body_id, created, model, data, _usage(outputs))
+    return _list_body(body_id, created, model, data, _usage(num_tokens))
 
 
 def rerank_body(
@@ -132,8 +140,10 @@ def rerank_body(
     request: RerankRequest,
     texts: Sequence[str],
     outputs: Sequence[ScoringRequestOutput],
+    num_tokens: int,
 ) -> Body:
-    """Return the answer of `/rerank`: the documents by falling score, equal ones in their order."""
+    """Return the answer of `/rerank`: the documents by falling score, equal ones in their order; `num_tokens` is the
+    number that the engine has read."""
     order = sorted(range(len(outputs)), key=lambda index: -outputs[index].outputs.score)
     results: list[Body] = []
     for index in order[: request.top_n]:
@@ -141,7 +151,7 @@ def rerank_body(
         if request.return_documents is not False:
             result["document"] = {"text": texts[index]}
         results.append(result)
-    return {"id": body_id, "model": model, "results": results, "usage": _usage(outputs)}
+    return {"id": body_id, "model": model, "results": results, "usage": _usage(num_tokens)}
 
 
 def classify_body(
@@ -153,7 +163,12 @@ def classify_body(
         numbers = output.outputs.data.tolist()
         label = labels[int(output.outputs.data.argmax())]
         data.append({"index": index, "label": label, "probs": numbers, "num_classes": len(numbers)})
-    return _list_body(body_id, created, model, data, _usage(outputs))
+    return _list_body(body_id, created, model, data, _usage(num_tokens_of(outputs)))
+
+
+def num_tokens_of(outputs: Sequence[Pooled]) -> int:
+    """Return the number of tokens that the engine has read."""
+    return sum(len(output.prompt_token_ids) for output in outputs)
 
 
 def _list_body(body_id: str, created: int, model: str, data: list[Body], usage: Body) -> Body:
@@ -167,9 +182,8 @@ def _list_body(body_id: str, created: int, model: str, data: list[Body], usage: 
     }
 
 
-def _usage(outputs: Sequence[PoolingRequestOutput[Any]]) -> Body:
-    tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
+def _usage(num_tokens: int) -> Body:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 def _base64(output: Pooled) -> str:

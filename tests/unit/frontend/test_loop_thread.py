@@ -50,3 +50,23 @@ def test_after_its_end_what_is_of_no_use_any_more_is_dropped_and_all_else_refuse
     for call in (lambda: own.call_soon(print), lambda: own.run(asyncio.sleep(0))):
         with pytest.raises(EngineDeadError, match="the interpreter is exiting"):
             call()
+
+
+async def test_a_loop_that_runs_already_is_the_shared_one_until_the_end_of_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LoopThread, "_shared", None)
+    with LoopThread.adopted() as adopted:
+        assert LoopThread.shared() is adopted
+        assert adopted.is_current
+        assert adopted.loop is asyncio.get_running_loop()
+        name = await asyncio.to_thread(lambda: adopted.run(_name()))
+        assert name == threading.current_thread().name
+        with pytest.raises(NBEngineError, match="runs already"), LoopThread.adopted():
+            pass
+        assert LoopThread.shared() is adopted
+    assert LoopThread._shared is None
+
+
+async def _name() -> str:
+    return threading.current_thread().name

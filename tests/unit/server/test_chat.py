@@ -10,8 +10,12 @@ from asgi import Call, call
 from fake_service_engine import FakeEngine, FakeServer
 
 from nbengine.errors import EngineDeadError, RequestError
+from nbengine.frontend.parsing.deltas import ContentDelta, ReasoningDelta
 from nbengine.outputs import PromptProgress
 from nbengine.sampling_params import RequestOutputKind
+from nbengine.server.sse import event
+from nbengine.server.translate.answers import AnswerPart
+from nbengine.server.translate.chat_events import ChatChunks, ChatForm
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -322,3 +326,21 @@ async def test_a_caller_who_leaves_ends_the_request(stream: bool) -> None:
     assert len(engine.aborted) == 1
     assert fake.service.limits.num_running == 0
     assert fake.service.num_active == 0
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_chunks_of_content_say_the_same_whichever_way_they_are_encoded(usage: bool) -> None:
+    mark = "\x00"
+    form = ChatForm(f'id"{mark}', 1, f"a model {mark}", usage_chunk=usage)
+    # Log probabilities that nobody has sent change nothing but the way of encoding.
+    slow = ChatForm(form.id, form.created, form.model, top_logprobs=0, usage_chunk=usage)
+    quick, other = (ChatChunks(each, event) for each in (form, slow))
+    for index in (0, 1):
+        for text in ("", "a", mark, '"\\\n', "é\u2028😀", "data: x\n\n"):
+            part = AnswerPart(index, [ContentDelta(text)], [1])
+            assert quick.add(part) == other.add(part)
+    for deltas in ([ReasoningDelta("r")], [ContentDelta("a"), ContentDelta("b")], []):
+        part = AnswerPart(0, list(deltas), [1])
+        assert quick.add(part) == other.add(part)
+    last = AnswerPart(0, [ContentDelta("end")], [1], finish_reason="stop")
+    assert quick.add(last) == other.add(last)

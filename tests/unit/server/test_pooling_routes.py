@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import struct
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
-from scripted_engine import ScriptedEngine, http_to
+from scripted_engine import MAX_MODEL_LEN, ScriptedEngine, http_to
 
-from nbengine.errors import RequestError
+from nbengine.errors import InvalidArgumentError, RequestError
 from nbengine.sampling_params import PoolingParams
 from nbengine.server.protocol.pooling import EmbeddingRequest
 
@@ -80,6 +82,133 @@ async def test_a_wrong_field_is_refused_by_name(path: str, fields: dict[str, Any
         reply = await http.post(path, json=fields)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
+
+
+TOO_LONG = "x" * (MAX_MODEL_LEN + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/embeddings", {"input": TOO_LONG}, "input"),
+        ("/v1/embeddings", {"input": ["a", TOO_LONG, "b"]}, "input[1]"),
+        ("/v1/embeddings", {"input": ["a", "b", TOO_LONG], "model": "tiny"}, "input[2]"),
+        ("/classify", {"input": ["a", TOO_LONG]}, "input[1]"),
+        ("/score", {"text_1": TOO_LONG, "text_2": ["a"]}, "text_1"),
+        ("/score", {"text_1": ["a", TOO_LONG], "text_2": ["a", "b"]}, "text_1[1]"),
+        ("/score", {"text_1": "a", "text_2": ["a", TOO_LONG]}, "text_2[1]"),
+        ("/rerank", {"query": TOO_LONG, "documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["a", {"text": TOO_LONG}]}, "documents[1]"),
+    ],
+)
+async def test_a_text_that_is_too_long_is_named_by_its_place(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    async with http_to(ScriptedEngine(), max_concurrent_requests=2) as http:
+        reply = await http.post(path, json=fields)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+    assert error["message"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/classify", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+async def test_a_model_for_other_tasks_is_the_wrong_model(path: str, fields: dict[str, Any]) -> None:
+    engine = ScriptedEngine()
+
+    def check_task(task: str) -> None:
+        raise InvalidArgumentError("task", task, "one of generate, which tiny can do")
+
+    engine.input_processor.pooling.check_task = check_task
+    async with http_to(engine) as http:
+        reply = await http.post(path, json=fields)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, "model", "unsupported_value")
+    assert "one of generate" in error["message"]
+    assert not engine.pooled
+
+
+async def test_usage_counts_a_text_that_is_compared_with_several_once() -> None:
+    async with http_to(ScriptedEngine()) as http:
+        score = await http.post("/score", json={"text_1": "abc", "text_2": ["d", "ef"]})
+        rank = await http.post("/rerank", json={"query": "abc", "documents": ["d", "ef"]})
+    assert score.json()["usage"] == rank.json()["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+
+
+async def test_vectors_are_written_as_openai_documents_them() -> None:
+    async with http_to(ScriptedEngine()) as http:
+        plain = (await http.post("/v1/embeddings", json={"input": TEXTS})).json()
+        text = (await http.post("/v1/embeddings", json={"input": TEXTS, "encoding_format": "base64"})).json()
+    numbers = [struct.unpack("<2f", base64.b64decode(entry["embedding"])) for entry in text["data"]]
+    assert [list(pair) for pair in numbers] == [entry["embedding"] for entry in plain["data"]]
+    assert plain["object"] == text["object"] == "list"
+    assert [(entry["object"], entry["index"]) for entry in plain["data"]] == [
+        ("embedding", index) for index in range(len(TEXTS))
+    ]
+
+
+WRONG = [
+    ("/v1/embeddings", {}, "input"),
+    ("/v1/embeddings", {"input": None}, "input"),
+    ("/v1/embeddings", {"input": True}, "input"),
+    ("/v1/embeddings", {"input": 3}, "input"),
+    ("/v1/embeddings", {"input": [None]}, "input[0]"),
+    ("/v1/embeddings", {"input": [True]}, "input[0]"),
+    ("/v1/embeddings", {"input": [1.5]}, "input[0]"),
+    ("/v1/embeddings", {"input": [[1, "a"]]}, "input[0][1]"),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, "input"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": 1}, "encoding_format"),
+    ("/v1/embeddings", {"input": "a", "dimensions": -1}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 1.5}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "dimensions": "2"}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "dimensions": True}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "normalize": 1}, "normalize"),
+    ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ("/v1/embeddings", {"input": "a", "priority": "high"}, "priority"),
+    ("/v1/embeddings", {"input": "a", "user": 1}, "user"),
+    ("/score", {"text_1": "a"}, "text_2"),
+    ("/score", {"text_1": ["a"], "text_2": []}, "text_2"),
+    ("/score", {"text_1": "a", "text_2": [1]}, "text_2[0]"),
+    ("/score", {"text_1": "a", "text_2": "b", "use_activation": "no"}, "use_activation"),
+    ("/rerank", {"query": ["a"], "documents": ["b"]}, "query"),
+    ("/rerank", {"query": "a", "documents": "b"}, "documents"),
+    ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text"),
+    ("/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+    ("/rerank", {"query": "a", "documents": ["b"], "top_n": 1.5}, "top_n"),
+    ("/rerank", {"query": "a", "documents": ["b"], "return_documents": 1}, "return_documents"),
+    ("/classify", {"input": []}, "input"),
+    ("/tokenize", {"prompt": 1}, "prompt"),
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+    ("/tokenize", {"messages": "a"}, "messages"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [True]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/detokenize", {"tokens": [1 << 70]}, "tokens"),
+]
+
+
+async def test_whatever_is_wrong_is_refused_by_name_and_reaches_no_engine() -> None:
+    engine = ScriptedEngine()
+    wrong = {}
+    async with http_to(engine) as http:
+        for path, fields, param in WRONG:
+            reply = await http.post(path, json=fields)
+            error = reply.json()["error"]
+            found = (reply.status_code, error["type"], error["param"])
+            if found != (400, "invalid_request_error", param):
+                wrong[f"{path} {str(fields)[:80]}"] = found, error["message"][:120]
+    assert not wrong
+    assert not engine.pooled
 
 
 async def test_a_request_that_the_engine_refuses_fails_as_a_whole() -> None:

@@ -89,7 +89,7 @@ def test_openais_client_reads_the_vectors_exactly(wanted: str) -> None:
 
 
 def test_scores_come_in_the_order_of_the_texts() -> None:
-    body = score_body("score-1", 17, "tiny", [scored(0.5), scored(-0.25, 2)])
+    body = score_body("score-1", 17, "tiny", [scored(0.5), scored(-0.25, 2)], 5)
     assert body == {
         "id": "score-1",
         "object": "list",
@@ -119,7 +119,9 @@ def test_texts_pair_up_one_with_one_with_all_or_each_with_its_own() -> None:
 def test_documents_are_ranked_by_falling_score_and_equal_ones_stay_in_order() -> None:
     request = decoded(RerankRequest, query="q", documents=["a", {"text": "b"}, "c", "d"], top_n=3)
     texts = rerank_texts(request)
-    body = rerank_body("rerank-1", "tiny", request, texts, [scored(score) for score in (0.1, 0.7, 0.1, 0.9)])
+    body = rerank_body(
+        "rerank-1", "tiny", request, texts, [scored(score) for score in (0.1, 0.7, 0.1, 0.9)], 12
+    )
     assert texts == ["a", "b", "c", "d"]
     assert body["results"] == [
         {"index": 3, "relevance_score": 0.9, "document": {"text": "d"}},
@@ -131,7 +133,7 @@ def test_documents_are_ranked_by_falling_score_and_equal_ones_stay_in_order() ->
 
 def test_documents_are_left_out_where_nobody_wants_them() -> None:
     request = decoded(RerankRequest, query="q", documents=["a"], return_documents=False)
-    body = rerank_body("rerank-1", "tiny", request, ["a"], [scored(0.5)])
+    body = rerank_body("rerank-1", "tiny", request, ["a"], [scored(0.5)], 3)
     assert body["results"] == [{"index": 0, "relevance_score": 0.5}]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from asgi import Call
 from fake_service_engine import FakeEngine, FakeServer
+from starlette.types import Receive, Scope, Send
 
 from nbengine.errors import EngineDeadError
 from nbengine.outputs import PromptProgress
@@ -108,12 +109,16 @@ async def test_a_pooling_request_without_an_output_is_an_error_for_its_caller() 
 
     fake.engine.encode = encode  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="no"):
-        await fake.service.pool([{"prompt": "a"}], [PoolingParams()], "r")
+        await fake.service.pool([{"prompt": "a"}], [PoolingParams()], "r", ["input"])
     assert fake.service.limits.num_running == 0
 
 
 async def run_stream(stream: EventStream, caller: Call) -> None:
-    await caller.run(stream, "GET", "/", b"", {})
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"] = {"send_body": send}
+        await stream(scope, receive, send)
+
+    await caller.run(app, "GET", "/", b"", {})
 
 
 async def test_a_quiet_stream_gets_comments() -> None:
