@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.tensor_names import COMPUTED, TensorPart
-from nbengine.models.configs.transformers_config import TransformersConfig, transformers_config
+from nbengine.models.configs.transformers_config import (
+    TransformersConfig,
+    transformers_config,
+    unused_tensors,
+)
 from nbengine.models.families.transformers_class import make_class
 from nbengine.models.families.transformers_division import NUM_EXPERTS_DIMENSIONS, Part, holds_experts
 from nbengine.models.families.transformers_stacks import Paths, make_stacks
@@ -140,7 +144,8 @@ class TensorNames:
 @lru_cache(maxsize=4)
 def _names_of_json(hf: str) -> TensorNames:
     config = transformers_config(json.loads(hf))
-    return TensorNames(make_class(config.architecture, config.hf, torch.float32))
+    unused = [f"^{re.escape(name)}" for name in unused_tensors(config.hf)]
+    return TensorNames(make_class(config.architecture, config.hf, torch.float32), unused)
 
 
 def tensor_names(config: TransformersConfig) -> TensorNames:
