@@ -80,17 +80,17 @@ class Stack:
         """Allocate weights of one type, uninitialised, and yield each layer's part with the layer and its name there."""
         columns = self._linears[0].weight.shape[1]
         self._weight = empty((sum(self._sizes), columns), dtype)
-        for linear, part in zip(self._linears, self._weight.split(self._sizes), strict=True):
+        for linear, part in zip(self._linears, self._weight.split_with_sizes(self._sizes), strict=True):
             yield linear, "weight", part
         if self._linears[0].bias is not None:
             self._bias = empty((sum(self._sizes),), dtype)
-            for linear, part in zip(self._linears, self._bias.split(self._sizes), strict=True):
+            for linear, part in zip(self._linears, self._bias.split_with_sizes(self._sizes), strict=True):
                 yield linear, "bias", part
 
     def _forward_of(self, place: int) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             if self._x is not x or self._products[place] is None:
-                self._x, self._products = x, list(self._multiply(x).split(self._sizes, -1))
+                self._x, self._products = x, list(self._multiply(x).split_with_sizes(self._sizes, -1))
             found, self._products[place] = self._products[place], None
             if not any(each is not None for each in self._products):
                 self._x = None
@@ -113,7 +113,7 @@ def make_stacks(model: nn.Module, stacks: Sequence[Paths]) -> list[Stack]:
     for paths in stacks:
         linears = [modules[path] for path in paths if path in modules]
         if len(linears) == len(paths) and all(map(is_plain, linears)):
-            found.append(Stack(linears))  # type: ignore[arg-type]
+            found.append(Stack(linears))
     return found
 
 
