@@ -14,6 +14,7 @@ OWN = "nbengine"
 _WRITTEN_AS = {
     "MistralForCausalLM": "LlamaForCausalLM",
     "MixtralForCausalLM": "LlamaForCausalLM",
+    "BambaForCausalLM": "GraniteMoeHybridForCausalLM",
     "Olmo3ForCausalLM": "Olmo2ForCausalLM",
     "DeepseekV3ForCausalLM": "DeepseekV2ForCausalLM",
     "Glm4MoeLiteForCausalLM": "DeepseekV2ForCausalLM",

@@ -8,6 +8,7 @@ from typing import Any
 from tests.support.family_cases import CASES as FAMILIES
 from tests.support.family_cases import LONGROPE
 from tests.support.recurrent_cases import (
+    BAMBA,
     GRANITE,
     GRANITE_EXPERTS,
     LFM2,
@@ -123,6 +124,17 @@ CASES: dict[str, GGUFCase] = {
         "granitemoe",
         "GraniteMoeHybrid",
         {**_GRANITE, **GRANITE_EXPERTS, **_ALL_ATTENTION},
+    ),
+    "bamba": GGUFCase("granitehybrid", "Bamba", {**BAMBA, "mamba_d_state": 16}),
+    "bamba, heads turned whole": GGUFCase(
+        "granitehybrid",
+        "Bamba",
+        {
+            **BAMBA,
+            "mamba_d_state": 16,
+            "attn_layer_indices": [0, 2],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
     ),
     "lfm2": GGUFCase("lfm2", "Lfm2", LFM2),
     "lfm2 moe": GGUFCase("lfm2moe", "Lfm2Moe", {**LFM2_EXPERTS, "tie_word_embeddings": True}),

@@ -36,6 +36,7 @@ ARCHS = {
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeHybridForCausalLM": "granitehybrid",
+    "BambaForCausalLM": "granitehybrid",
     "SmolLM3ForCausalLM": "smollm3",
     "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",
@@ -64,6 +65,9 @@ class Converter:
         self.table = gguf.get_tensor_name_map(archs[self.arch], self.config["num_hidden_layers"])
 
     def _types(self) -> list[str]:
+        if "attn_layer_indices" in self.config:
+            attention, count = self.config["attn_layer_indices"], self.config["num_hidden_layers"]
+            return ["attention" if layer in attention else "mamba" for layer in range(count)]
         names = {"linear_attention": "mamba", "full_attention": "attention"}
         return [names.get(each, each) for each in self.config["layer_types"]]
 
@@ -217,7 +221,7 @@ class Converter:
             yield "gemma2.attn_logit_softcapping", config["attn_logit_softcapping"]
         if self.arch in ("gemma2", "gemma3") and config["final_logit_softcapping"]:
             yield "{arch}.final_logit_softcapping", config["final_logit_softcapping"]
-        if self.arch.startswith("granite"):
+        if "attention_multiplier" in config:
             yield "{arch}.attention.scale", config["attention_multiplier"]
             yield "{arch}.embedding_scale", config["embedding_multiplier"]
             yield "{arch}.residual_scale", config["residual_multiplier"]
@@ -241,8 +245,10 @@ class Converter:
             yield "{arch}.ssm.time_step_rank", config["mamba_n_heads"]
             heads = [config["num_key_value_heads"] if each == "attention" else 0 for each in self._types()]
             yield "{arch}.attention.head_count_kv", heads
-            yield "{arch}.rope.scaling.finetuned", False
-            yield "{arch}.context_length", 2**20
+            has_rope = config["architectures"] == ["BambaForCausalLM"]
+            yield "{arch}.rope.scaling.finetuned", has_rope
+            if not has_rope:
+                yield "{arch}.context_length", 2**20
         if self.config["architectures"] == ["GraniteMoeHybridForCausalLM"] and self.arch != "granitehybrid":
             yield "{arch}.rope.scaling.finetuned", True
             heads = [config["num_key_value_heads"]] * config["num_hidden_layers"]

@@ -14,6 +14,13 @@ LATENT = {
     "v_head_dim": 12,
 }
 GROUPED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LLAMA_4: dict[str, Any] = {
+    "num_local_experts": 4,
+    "attention_chunk_size": 8,
+    "intermediate_size_mlp": 64,
+    "head_dim": 16,
+    "no_rope_layers": [1, 0, 1],
+}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "OPT: learned positions": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": 4}),
     "GPT-NeoX: parallel blocks, partial rotation": ("GPTNeoX", {"num_key_value_heads": 4}),
@@ -45,16 +52,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, **GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "gpt-oss: sinks": ("GptOss", {**WINDOW, "head_dim": 16, "num_local_experts": 4}),
-    "Llama 4: chunks in some layers": (
-        "Llama4",
-        {
-            "num_local_experts": 4,
-            "attention_chunk_size": 8,
-            "intermediate_size_mlp": 64,
-            "head_dim": 16,
-            "no_rope_layers": [1, 0, 1],
-        },
-    ),
+    "Llama 4: chunks in some layers": ("Llama4", LLAMA_4),
     "Apertus: parameters without dimensions": ("Apertus", {}),
 }
 HEADS = {"GPT2": "LMHeadModel"}

@@ -10,6 +10,7 @@ from typing import Any
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import GGUFHeader
 from nbengine.models.checkpoints.gguf_latent import SIGMOID
+from nbengine.models.checkpoints.gguf_rope import rope_parameters
 from nbengine.models.families.qwen_hybrid import TILED_VALUES, WHOLE_PROJECTIONS
 
 Entries = dict[str, Any]
@@ -60,13 +61,15 @@ def _recurrent_layers(header: GGUFHeader) -> list[bool]:
 
 def granite(header: GGUFHeader) -> Entries:
     """Return the entries of Granite: with recurrent layers, with a block beside the experts, or without a rotary
-    embedding it is a variant of Granite 4, else one of Granite 3."""
+    embedding it is a variant of Granite 4, else one of Granite 3. Bamba is like Granite 4, without scales."""
     arch = header.architecture
     scales = {
         hf: header.number(f"{arch}.{key}")
         for hf, key in _GRANITE_SCALES.items()
         if f"{arch}.{key}" in header.metadata
     }
+    if arch == "granitehybrid" and not scales and not header.integer_or(f"{arch}.expert_count", 0):
+        return _bamba(header)
     shared = header.integer_or(f"{arch}.expert_shared_feed_forward_length", 0)
     has_rope = header.metadata.get(f"{arch}.rope.scaling.finetuned", True)
     if arch != "granitehybrid" and not shared and has_rope:
@@ -88,6 +91,20 @@ def granite(header: GGUFHeader) -> Entries:
             "tokens share are supported in granitemoe files"
         )
     return entries if arch != "granitehybrid" else {**entries, **_state_space(header)}
+
+
+def _bamba(header: GGUFHeader) -> Entries:
+    """Return the entries of Bamba, which has the architecture of Granite 4 and none of its scales."""
+    space = _state_space(header)
+    types = space.pop("layer_types")
+    return {
+        **space,
+        "model_type": "bamba",
+        # What a file does not say is turned whole, unlike in the class.
+        "partial_rotary_factor": rope_parameters(header).get("partial_rotary_factor", 1.0),
+        "architectures": ["BambaForCausalLM"],
+        "attn_layer_indices": [layer for layer, kind in enumerate(types) if kind != _MAMBA],
+    }
 
 
 def _state_space(header: GGUFHeader) -> Entries:

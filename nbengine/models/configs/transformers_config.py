@@ -19,6 +19,11 @@ from nbengine.models.configs.hf_config import CLASSIFIER, max_model_len_of, num_
 
 GENERATORS = ("ForCausalLM", "LMHeadModel")
 """The endings of the names of transformers' classes that generate text."""
+TEXT_PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", ("vision_model.", "multi_modal_projector.")),
+}
+"""The classes of models with images whose text runs: the class of the text alone, and the beginnings of the names of
+tensors that are for images, which are not loaded."""
 _KNOWN_ENDINGS = (*GENERATORS, CLASSIFIER, "ForMaskedLM")
 _LAYER_TYPES = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _STATES = {
@@ -93,8 +98,23 @@ def transformers_config(hf: Mapping[str, Any]) -> TransformersConfig:
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         layers=_layers(hf, num_layers),
         num_labels=num_labels_of(hf),
-        hf=hf,
+        hf=_of_text(hf),
     )
+
+
+def unused_tensors(hf: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the beginnings of the names of tensors that a checkpoint may have and its text does not use."""
+    parts = [TEXT_PARTS[name] for name in map(str, hf.get("architectures") or ()) if name in TEXT_PARTS]
+    return parts[0][1] if parts else ()
+
+
+def _of_text(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of a model's text alone."""
+    text = hf.get("text_config")
+    if not unused_tensors(hf) or not isinstance(text, Mapping):
+        return hf
+    kept = {key: value for key, value in hf.items() if key not in ("text_config", "vision_config")}
+    return {**kept, "model_type": text.get("model_type", hf.get("model_type"))}
 
 
 def missing_feature(hf: Mapping[str, Any]) -> str | None:
@@ -133,7 +153,7 @@ def architectures_of_transformers() -> frozenset[str] | None:
 
 
 def _architecture(hf: Mapping[str, Any]) -> str | None:
-    names = map(str, hf.get("architectures") or ())
+    names = [TEXT_PARTS.get(name, (name,))[0] for name in map(str, hf.get("architectures") or ())]
     return next((name for name in names if name.endswith((*GENERATORS, CLASSIFIER))), None)
 
 

@@ -120,7 +120,7 @@ class TransformersForCausalLM:
         self._given: Any = None
         vars(self._trunk)["forward"] = self._run_trunk
         self._stage = Stage(self._model, self._trunk, config, parallel)
-        self._weights = place_weights(self._model, self._names.tied, device, memory)
+        self._weights = place_weights(self._model, self._names.tied, device, memory, tried.stacks)
         use_dense_products(self._model)
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from nbengine.errors import ModelLoadError, shown
 from nbengine.models.configs.transformers_config import GENERATORS
 from nbengine.models.families import transformers_attention
 from nbengine.models.families.transformers_attention import LayerShape, Probe, handle
+from nbengine.models.families.transformers_stacks import Paths, checked_stacks, noted_stacks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,6 +129,8 @@ class Tried:
     layers: Mapping[int, tuple[str, LayerShape]]
     width: int
     """The numbers in a hidden state."""
+    stacks: tuple[Paths, ...]
+    """The linear layers that multiply the same input."""
 
 
 _tried: dict[tuple[str, int], Tried] = {}
@@ -149,10 +152,10 @@ def try_out(model: PreTrainedModel, config: TransformersConfig, tp_size: int) ->
 def _run_on_meta(model: PreTrainedModel, config: TransformersConfig) -> Tried:
     name, probe = config.architecture, Probe(config.architecture)
     trunks: list[tuple[nn.Module, Any]] = []
-    ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device=_META)
-    with _handled(model, probe), _watched(model, trunks), _experts_on_meta(model):
+    stacks: list[Paths] = []
+    with _handled(model, probe), _watched(model, trunks), noted_stacks(model, stacks):
         try:
-            logits = model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False).logits
+            logits = _run(model)
         except ModelLoadError:
             raise
         except Exception as error:
@@ -182,7 +185,16 @@ def _run_on_meta(model: PreTrainedModel, config: TransformersConfig) -> Tried:
     if len({(shape.num_heads, shape.num_kv_heads, shape.head_dim) for _, shape in layers.values()}) > 1:
         raise _refused(name, "layers with different heads")
     width = outcome.last_hidden_state.shape[-1]
-    return Tried(paths[id(trunk)], type(outcome), layers, width)
+    with _handled(model, Probe(name)):
+        checked = checked_stacks(model, stacks, lambda: _run(model))
+    return Tried(paths[id(trunk)], type(outcome), layers, width, checked)
+
+
+def _run(model: PreTrainedModel) -> Any:
+    """Return the logits of some tokens, without numbers."""
+    ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device=_META)
+    with _experts_on_meta(model), torch.inference_mode(mode=False), torch.no_grad():
+        return model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False).logits
 
 
 def _with_rule(shape: LayerShape, config: TransformersConfig, index: int) -> LayerShape:

@@ -18,6 +18,7 @@ from nbengine.models.families.transformers_attention import handle
 from nbengine.models.families.transformers_class import check_rope, make_class
 from nbengine.models.families.transformers_names import TensorNames, place_weights
 from nbengine.models.families.transformers_prompts import PromptAttention
+from nbengine.models.families.transformers_stacks import Paths, checked_stacks, noted_stacks
 from nbengine.models.layers.dense import use_dense_products
 from nbengine.models.layers.encoder_attention import PromptGroup
 from nbengine.models.layers.memory import WeightMemory
@@ -73,11 +74,12 @@ class TransformersEncoder(EncoderModel):
             handle(module, self._attention)
         self._options = self._options_of_forward()
         self._given: Any = None
+        self._stacks: tuple[Paths, ...] = ()
         self._output, self._pooler = self._tried_out()
         if self._trunk is not self._model:
             self._forward_trunk = self._trunk.forward
             vars(self._trunk)["forward"] = self._run_trunk
-        self._weights = place_weights(self._model, self._names.tied, device, memory)
+        self._weights = place_weights(self._model, self._names.tied, device, memory, self._stacks)
         use_dense_products(self._model)
 
     def forward(
@@ -160,10 +162,10 @@ class TransformersEncoder(EncoderModel):
             hooks.append(
                 pooler.register_forward_hook(lambda _module, given, out: found.update(pooled=(given, out)))
             )
-        ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device=_META)
-        named = {"token_type_ids": ids} if self._options else {}
+        stacks: list[Paths] = []
         try:
-            made = self._model(input_ids=ids, position_ids=ids, **named)
+            with noted_stacks(self._model, stacks):
+                made = self._run_on_meta()
         except ModelLoadError:
             raise
         except Exception as error:
@@ -173,6 +175,7 @@ class TransformersEncoder(EncoderModel):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._stacks = checked_stacks(self._model, stacks, self._run_on_meta)
         outcome = found["outcome"]
         width, labels = outcome.last_hidden_state.shape[-1], self.config.num_labels
         if width != self.config.hidden_size:
@@ -189,6 +192,13 @@ class TransformersEncoder(EncoderModel):
         if given is not outcome.last_hidden_state or pooled is not outcome.pooler_output:
             raise _refused(name, "a pooler that does not take hidden states")
         return type(outcome), pooler
+
+    def _run_on_meta(self) -> Any:
+        """Return the outcome for some tokens, without numbers."""
+        ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device=_META)
+        named = {"token_type_ids": ids} if self._options else {}
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self._model(input_ids=ids, position_ids=ids, **named)
 
 
 def _has_weights(pooler: nn.Module | None) -> bool:

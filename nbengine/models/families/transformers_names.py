@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.tensor_names import COMPUTED, TensorPart
-from nbengine.models.configs.transformers_config import TransformersConfig, transformers_config
+from nbengine.models.configs.transformers_config import (
+    TransformersConfig,
+    transformers_config,
+    unused_tensors,
+)
 from nbengine.models.families.transformers_class import make_class
 from nbengine.models.families.transformers_division import NUM_EXPERTS_DIMENSIONS, Part, holds_experts
+from nbengine.models.families.transformers_stacks import Paths, make_stacks
 from nbengine.models.layers.memory import WeightMemory
 from nbengine.models.layers.weights import Slots, WeightSlot
 
@@ -139,7 +144,8 @@ class TensorNames:
 @lru_cache(maxsize=4)
 def _names_of_json(hf: str) -> TensorNames:
     config = transformers_config(json.loads(hf))
-    return TensorNames(make_class(config.architecture, config.hf, torch.float32))
+    unused = [f"^{re.escape(name)}" for name in unused_tensors(config.hf)]
+    return TensorNames(make_class(config.architecture, config.hf, torch.float32), unused)
 
 
 def tensor_names(config: TransformersConfig) -> TensorNames:
@@ -170,12 +176,34 @@ def _expert(name: str, expert: int, projection: str) -> str:
 
 
 def place_weights(
-    model: PreTrainedModel, tied: Mapping[str, str], device: torch.device, memory: WeightMemory | None
+    model: PreTrainedModel,
+    tied: Mapping[str, str],
+    device: torch.device,
+    memory: WeightMemory | None,
+    stacks: Sequence[Paths] = (),
 ) -> dict[str, Tensor]:
     """Give a model without memory its weights, uninitialised, and compute the tensors that follow from its
-    configuration; return the weights by name. On "meta" nothing is computed."""
+    configuration; return the weights by name. On "meta" nothing is computed. The weights of the linear layers in one
+    of the `stacks` lie one after the other, and are multiplied together."""
     dtypes = {_names_of(key): dtype for key, dtype in model._get_dtype_plan(model.dtype).items()}
     weights: dict[str, Tensor] = {}
+
+    def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
+        return next((each for key, each in dtypes.items() if key.search(name)), default)
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if memory is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return memory.empty(shape, dtype)
+
+    stacked: dict[tuple[int, str], Tensor] = {}
+    for paths in stacks:
+        names = [f"{path}.{own}" for path in paths for own in ("weight", "bias")]
+        kinds = {dtype_of(name, model.dtype) for name in names}
+        if len(kinds) == 1 and not any(name in tied for name in names):
+            for stack in make_stacks(model, [paths]):
+                parts = stack.allocate(empty, *kinds)
+                stacked.update({(id(linear), own): part for linear, own, part in parts})
     with torch.device(device):
         for path, module in model.named_modules():
             for own, held in (*module._parameters.items(), *module._buffers.items()):
@@ -185,13 +213,9 @@ def place_weights(
                 if own in module._non_persistent_buffers_set:
                     module._buffers[own] = torch.empty_like(held, device=device)
                     continue
-                dtype = next((each for key, each in dtypes.items() if key.search(name)), held.dtype)
-                shape = tuple(held.shape)
-                taken = (
-                    torch.empty(shape, dtype=dtype, device=device)
-                    if memory is None
-                    else memory.empty(shape, dtype)
-                )
+                taken = stacked.get((id(module), own))
+                if taken is None:
+                    taken = empty(tuple(held.shape), dtype_of(name, held.dtype))
                 if own in module._parameters:
                     taken = nn.Parameter(taken, requires_grad=False)
                     module._parameters[own] = taken

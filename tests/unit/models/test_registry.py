@@ -17,6 +17,7 @@ from nbengine.config.registered_models import forget_model
 from nbengine.errors import InvalidArgumentError, ModelLoadError
 from nbengine.models.checkpoints.files import resolve_model
 from nbengine.models.configs.hf_config import FAMILIES_KEY, load_hf_config
+from nbengine.models.configs.transformers_config import TEXT_PARTS as THROUGH_TRANSFORMERS
 from nbengine.models.family import DecoderFamily
 from nbengine.models.listing import markdown_table, runnable
 from nbengine.models.registry import DECODERS, decoder_config, load_family
@@ -63,7 +64,7 @@ def registered() -> Any:
 
 
 def test_every_class_is_one_of_transformers_and_is_compared_with_it() -> None:
-    assert set(DECODERS) == COMPARED
+    assert {*DECODERS, *THROUGH_TRANSFORMERS} == COMPARED
     assert all(hasattr(transformers, name) for name in DECODERS)
 
 
