@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("process_support")
 
+from process_support.engine_mould import Mould
 from process_support.engine_under_test import EngineUnderTest, fake_config
 from process_support.leaks import leftovers, set_modules_aside, take_snapshot
 
@@ -31,6 +32,23 @@ def private_socket_dir() -> Iterator[Path]:
     ):
         patch.setenv("XDG_RUNTIME_DIR", directory)
         yield Path(directory)
+
+
+@pytest.fixture(scope="session")
+def mould() -> Iterator[Mould]:
+    """What engines' processes are copies of; it imports what they need while the first tests run."""
+    with Mould() as mould:
+        yield mould
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have engines' processes copied, except in files that are about how processes are started."""
+    if request.node.get_closest_marker("fresh_processes"):
+        yield
+        return
+    with request.getfixturevalue("mould").used():
+        yield
 
 
 @pytest.fixture(autouse=True)

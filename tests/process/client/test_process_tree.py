@@ -16,6 +16,8 @@ from nbengine import LLM, AsyncLLM
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.processes.tree import read_process_tree
 
+pytestmark = pytest.mark.fresh_processes
+
 StartAsync = Callable[..., AsyncLLM]
 StartLLM = Callable[..., LLM]
 Script = Callable[[str], "subprocess.Popen[str]"]

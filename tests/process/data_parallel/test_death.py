@@ -150,7 +150,7 @@ async def test_an_engine_core_that_is_killed_while_another_waits_for_it_to_start
     def kill(progress: Progress) -> None:
         if progress.rank == rank or killed or "waiting" not in progress.detail:
             return
-        (host,) = psutil.Process().children()
+        (host,) = [child for child in psutil.Process().children() if "host" in " ".join(child.cmdline())]
         (victim,) = [core for core in host.children() if f"core {rank} " in " ".join(core.cmdline())]
         killed.append(time.monotonic())
         victim.kill()

@@ -17,6 +17,8 @@ import pytest
 from nbengine.engine.core.grammar_check import GrammarChecker, GrammarSource
 from nbengine.errors import RequestError
 
+pytestmark = pytest.mark.fresh_processes
+
 FINE = GrammarSource("regex", "[ab]+")
 PATTERNS = {"type": "string", "allOf": [{"pattern": f".*a{i}.*"} for i in range(16)]}
 SLOW = GrammarSource("json", json.dumps(PATTERNS))

@@ -19,6 +19,8 @@ from nbengine.engine.host import launchers
 from nbengine.engine.host.launchers import LocalCore, core_launcher
 from nbengine.runtime.connection import ConnectionInfo
 
+pytestmark = pytest.mark.fresh_processes
+
 CORE = """
 import subprocess, sys, time
 subprocess.Popen(["sleep", "1000"])

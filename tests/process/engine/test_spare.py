@@ -18,6 +18,8 @@ from nbengine.client.engines.launch import bury_child, launch_engine
 from nbengine.config import ParallelConfig
 from nbengine.runtime.connection import ConnectionInfo, connection_file, read_connection
 
+pytestmark = pytest.mark.fresh_processes
+
 IMPORTS = 30.0
 """Seconds in which a spare core has imported torch, on a machine that does much else."""
 OWNER = """

@@ -15,6 +15,8 @@ from nbengine.config import CacheConfig
 from nbengine.ipc.control_messages import Attached, EngineReady, Progress, Shutdown
 from nbengine.runtime.connection import connection_file
 
+pytestmark = pytest.mark.fresh_processes
+
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Path:

@@ -21,6 +21,8 @@ from nbengine.runtime.logs import worker_log_path
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+pytestmark = pytest.mark.fresh_processes
+
 NOTICED = 60.0
 """Seconds within which the end of a worker must be known."""
 

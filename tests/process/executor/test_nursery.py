@@ -30,6 +30,8 @@ from nbengine.runtime.executor_files import ExecutorFiles
 from nbengine.runtime.logs import worker_log_path
 from tests.support.thorough import amount
 
+pytestmark = pytest.mark.fresh_processes
+
 NOTICED = 60.0
 NUM_KILLS = amount(8, thorough=100)
 WORKER = """

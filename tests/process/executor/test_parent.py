@@ -15,6 +15,8 @@ import pytest
 from engine_processes import is_running
 from process_support.engine_under_test import wait_for
 
+pytestmark = pytest.mark.fresh_processes
+
 NOTICED = 60.0
 SCRIPT = """
 import json, os, sys, time

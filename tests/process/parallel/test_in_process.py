@@ -14,6 +14,8 @@ from process_support.tiny_models import QUANTISED
 from nbengine import LLM, SamplingParams
 from nbengine.errors import EngineDeadError
 
+pytestmark = pytest.mark.fresh_processes
+
 OPTIONS: dict[str, Any] = {
     "model": "random-tiny",
     "dtype": "float32",

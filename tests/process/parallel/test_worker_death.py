@@ -129,7 +129,7 @@ async def test_a_worker_killed_at_the_start_is_named_and_one_killed_idle_in_the_
         # The workers are there when they have more to say.
         if progress.worker is None or progress.detail == "starting" or killed:
             return
-        (host,) = psutil.Process().children()
+        (host,) = [child for child in psutil.Process().children() if "host" in " ".join(child.cmdline())]
         victim = worker_processes(host)[-1]
         killed.append(time.monotonic())
         victim.kill()
