@@ -14,6 +14,7 @@ from notebook_support.cockpit import (
     number_of,
     timeline_pixels,
 )
+from notebook_support.paced import slowly
 from playwright.sync_api import expect
 
 from nbengine.widgets.dashboard.palette import ROLES
@@ -74,27 +75,29 @@ def test_abort_ends_a_request_while_a_cell_waits_for_it_and_while_one_computes(
 ) -> None:
     cockpit = open_cockpit()
     board = cockpit.dashboard()
-    cell = cockpit.start("%%generate -o answer --raw --max-tokens 3000\nWrite")
-    row = board.running()
-    board.wait_for_output(row, 30)
-    number = number_of(row)
-    row.get_by_role("button", name="Abort").click()
-    assert cockpit.finish(cell).startswith(ALPHABET)
+    with slowly():
+        cell = cockpit.start("%%generate -o answer --raw --max-tokens 3000\nWrite")
+        row = board.running()
+        board.wait_for_output(row, 30)
+        number = number_of(row)
+        row.get_by_role("button", name="Abort").click()
+        assert cockpit.finish(cell).startswith(ALPHABET)
     board.expect_state(number, "abort")
     reason, text = cockpit.run("print(answer.finish_reason, answer.text)").split()
     assert reason == "abort"
     assert len(text) >= 30
     assert (ALPHABET * 200).startswith(text)
 
-    cockpit.run("%%generate -a -o handle --raw --max-tokens 3000\nWrite")
-    cell = cockpit.start("while not handle.done: time.sleep(0.05)\n'not busy any more'")
-    board.wait_for_output(row, 30)
-    number = number_of(row)
-    prompt = cockpit.page.locator(".jp-CodeCell").nth(cell).locator(".jp-InputPrompt")
-    expect(prompt).to_contain_text("*")
-    row.get_by_role("button", name="Abort").click()
-    # By the widget's message alone: had the kernel been interrupted, this would be a traceback.
-    assert "not busy any more" in cockpit.finish(cell)
+    with slowly():
+        cockpit.run("%%generate -a -o handle --raw --max-tokens 3000\nWrite")
+        cell = cockpit.start("while not handle.done: time.sleep(0.05)\n'not busy any more'")
+        board.wait_for_output(row, 30)
+        number = number_of(row)
+        prompt = cockpit.page.locator(".jp-CodeCell").nth(cell).locator(".jp-InputPrompt")
+        expect(prompt).to_contain_text("*")
+        row.get_by_role("button", name="Abort").click()
+        # By the widget's message alone: had the kernel been interrupted, this would be a traceback.
+        assert "not busy any more" in cockpit.finish(cell)
     reason, text = cockpit.run("r = handle.result()\nprint(r.finish_reason, r.text)").split()
     assert reason == "abort"
     assert len(text) >= 30

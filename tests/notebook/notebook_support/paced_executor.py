@@ -1,7 +1,8 @@
 """An executor that writes words at a steady pace, so that tests can watch a stream and break into it.
 
-`hf_overrides` of the configuration set its knobs: `tokens_per_second`, `load_seconds` for a slow start, and
-`times_file`, to which the `time.monotonic()` of each token is written.
+`hf_overrides` of the configuration set its knobs: `tokens_per_second`, `load_seconds` for a slow start,
+`times_file`, to which the `time.monotonic()` of each token is written, and `slow_file`: while there is such a file, a
+token takes `SLOW_INTERVAL` seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from nbengine.ipc.messages import LogprobsLists
 from nbengine.kv_cache.sizing import RankCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput
 
+SLOW_INTERVAL = 0.1
 FIRST_TOKEN, LAST_TOKEN = 32, 57
 """A to Z in the tokenizer of random-tiny."""
 
@@ -25,6 +27,7 @@ class PacedExecutor(Executor):
     def __init__(self, config, progress=None, files=None):
         knobs = config.model.hf_overrides
         self.interval = 1 / knobs.get("tokens_per_second", 100)
+        self.slow_file = knobs.get("slow_file", "")
         self.next_step = 0.0
         self.block_size = config.cache.block_size
         self.prompt_length = {}
@@ -66,7 +69,8 @@ class PacedExecutor(Executor):
 
     def keep_pace(self):
         now = time.monotonic()
-        self.next_step = max(self.next_step + self.interval, now)
+        interval = SLOW_INTERVAL if os.path.exists(self.slow_file) else self.interval
+        self.next_step = max(self.next_step + interval, now)
         time.sleep(self.next_step - now)
 
     def sample(self, plan):
