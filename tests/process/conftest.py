@@ -37,7 +37,7 @@ def private_socket_dir() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def mould() -> Iterator[Mould]:
     """Return the process that engines' processes are copies of; it imports what they need while the first tests run."""
-    with Mould() as mould:
+    with Mould() as mould, mould.hidden():
         yield mould
 
 

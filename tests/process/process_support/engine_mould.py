@@ -27,6 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, Self
 
+import psutil
+import pytest
 import setproctitle
 from process_support.engine_under_test import SUPPORT_PATH
 
@@ -224,13 +226,23 @@ class Mould:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Have all processes of engines that this one starts within the block copied."""
-        fresh = subprocess.Popen
-        CopiedProcess.mould, CopiedProcess.surroundings = self, self._environment
-        subprocess.Popen = CopiedProcess  # type: ignore[misc]
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CopiedProcess, "mould", self)
+            patch.setattr(CopiedProcess, "surroundings", self._environment)
+            patch.setattr(subprocess, "Popen", CopiedProcess)
             yield
-        finally:
-            subprocess.Popen = fresh  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Leave the mould out when tests look at the children of this process."""
+        children = psutil.Process.children
+
+        def others(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+            return [child for child in children(process, recursive) if child.pid != self._process.pid]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(psutil.Process, "children", others)
+            yield
 
     def copy(self, order: Order, descriptors: list[int]) -> int:
         """Make a copy with these descriptors, which is this process's child, and return its pid."""
@@ -344,12 +356,13 @@ def _place_descriptors(order: Order, descriptors: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    # Copies and tests know this module by its name.
+    # Copies and tests know this module by its name, and run that of the engine as a program of their own.
     from process_support import engine_mould
 
     # At its first call this looks for the command line where the environment begins, which copies replace.
     setproctitle.setproctitle("mould of engines' processes")
     for module in engine_mould.PRELOADED:
         importlib.import_module(module)
+    del sys.modules["nbengine.engine.__main__"]
     gc.freeze()
     engine_mould.make_copies(socket.socket(fileno=int(sys.argv[1])))

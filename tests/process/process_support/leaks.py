@@ -16,7 +16,7 @@ from zmq.utils import garbage
 
 SHM = Path("/dev/shm")
 SETTLE_SECONDS = 30.0
-LASTING_THREADS = ("nbengine-loop", "asyncio_")
+LASTING_THREADS = ("nbengine-loop", "nbengine-background", "asyncio_")
 """Names of threads that serve the whole process and stay by design."""
 LASTING_FILES = ("nbengine-launch.lock",)
 

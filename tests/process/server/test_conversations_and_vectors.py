@@ -122,4 +122,4 @@ async def test_vectors_and_scores_are_those_of_the_engine() -> None:
         with pytest.raises(openai.BadRequestError, match="dimensions"):
             await client.embeddings.create(model="random-tiny", input="a", dimensions=10**6)
         refused = await http.post("/classify", json={"input": "a"})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "task")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
