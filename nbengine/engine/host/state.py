@@ -80,6 +80,8 @@ from nbengine.ipc.protocol import PROTOCOL
 
 FIRST_ATTACH_GRACE = 60.0
 """Least seconds that an engine waits for its first client, however short its `keep_alive`."""
+FIRST_WORDS_GRACE = 2.0
+"""Seconds that a start which has failed waits for a client that it can tell why."""
 MAX_ASKERS = 1000
 """Most connections without a lease that are told of the end for which they have asked."""
 
@@ -136,6 +138,8 @@ class HostState:
         self._idle_deadline = self._idle_from(now, max(config.keep_alive, FIRST_ATTACH_GRACE))
         self._kill_at = math.inf
         self._record_at = math.inf
+        self._tell_until = math.inf
+        self._may_wait_to_tell = True
         self._draining = False
         self._notice: EngineDead | None = None
         self._askers: dict[bytes, None] = {}
@@ -169,7 +173,8 @@ class HostState:
             case StartFailed(rank, cause):
                 return self._on_core_exit(self._table[rank], EngineDead(cause), clean=False, now=now)
             case StopAsked(cause):
-                return self._stop(EngineDead(cause=cause, expected=True), drain=False, now=now)
+                stopping = self._stop(EngineDead(cause=cause, expected=True), drain=False, now=now)
+                return stopping + self._wait_no_longer(now)
             case HostStood(seconds):
                 self._guard.excuse(seconds, now)
                 # The cores may have had no time to end, either.
@@ -193,6 +198,7 @@ class HostState:
                 self._idle_deadline,
                 self._kill_at,
                 self._record_at,
+                self._tell_until,
                 self._table.next_deadline(),
                 self._guard.next_deadline(),
                 math.inf if lease is None else lease,
@@ -214,7 +220,8 @@ class HostState:
             case Shutdown(drain):
                 self._remember_asker(identity)
                 notice = EngineDead(cause="the engine was shut down", expected=True)
-                return self._stop(notice, drain=drain, now=now)
+                stopping = self._stop(notice, drain=drain, now=now)
+                return stopping + (self._wait_no_longer(now) if self._tell_until < math.inf else [])
             case ScaleElasticEP(size):
                 return self._scale(identity, size, now)
             case ReadHistory():
@@ -222,6 +229,9 @@ class HostState:
 
     def _attach(self, identity: bytes, attach: Attach, now: float) -> list[Action]:
         if self._notice is not None:
+            if self._tell_until < math.inf:
+                self._remember_asker(identity)
+                return self._wait_no_longer(now)
             return [ToClient(identity, self._notice)]
         lease, superseded = self.leases.grant(attach, identity, now)
         self._idle_deadline = math.inf
@@ -343,7 +353,7 @@ class HostState:
             if self._draining and is_surprise and not clean:
                 actions = self._stop(notice, drain=False, now=now)
         actions.append(ForgetStats(life.rank))
-        return actions + self._scaler.has_left(life.rank) + self._end_if_all_gone()
+        return actions + self._scaler.has_left(life.rank) + self._end_if_all_gone(now)
 
     def _lose(self, life: RankLife, notice: EngineDead, now: float) -> list[Action]:
         """Lose a core that dies: the engine ends with it, or the core alone."""
@@ -386,6 +396,8 @@ class HostState:
         if self._idle_deadline <= now:
             cause = f"no client was attached for {self._keep_alive:g} s (keep_alive)"
             actions += self._stop(EngineDead(cause=cause, expected=True), drain=False, now=now)
+        if self._tell_until <= now:
+            actions += self._wait_no_longer(now)
         if self._record_at <= now:
             actions += self._record()
         for life in self._table.due_restarts(now):
@@ -417,7 +429,7 @@ class HostState:
         if unanswered is not None:
             self._remember_asker(unanswered)
         actions = self._end_cores(ShutdownEngine(drain) if orderly else None, now)
-        return actions + self._end_if_all_gone()
+        return actions + self._end_if_all_gone(now)
 
     def _remember_asker(self, identity: bytes) -> None:
         if len(self._askers) < MAX_ASKERS:
@@ -433,12 +445,23 @@ class HostState:
         actions: list[Action] = [ToCore(rank, farewell) for rank in asked if farewell is not None]
         return actions + ([SignalCores(signal.SIGTERM, signalled)] if signalled else [])
 
-    def _end_if_all_gone(self) -> list[Action]:
+    def _end_if_all_gone(self, now: float) -> list[Action]:
         if self._table.running or self._notice is None or self.phase is HostPhase.ENDED:
             return []
-        self.phase = HostPhase.ENDED
         attached = [lease.identity for lease in self.leases.leases]
-        return [End(self._notice, list(dict.fromkeys([*attached, *self._askers])))]
+        told = list(dict.fromkeys([*attached, *self._askers]))
+        has_failed = not (self._notice.started or self._notice.expected)
+        if has_failed and not told and self._may_wait_to_tell:
+            # Who has started this engine may be about to attach, and would see no more than the end of a process.
+            self._tell_until = min(self._tell_until, now + FIRST_WORDS_GRACE)
+            return []
+        self.phase = HostPhase.ENDED
+        return [End(self._notice, told)]
+
+    def _wait_no_longer(self, now: float) -> list[Action]:
+        """End the wait for a client that a failed start could tell why."""
+        self._may_wait_to_tell, self._tell_until = False, math.inf
+        return self._end_if_all_gone(now)
 
 
 def _introduction(lease: Lease) -> AttachClient:

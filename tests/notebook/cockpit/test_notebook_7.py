@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from notebook_support.cockpit import ALPHABET, MARKS, WHOLE, Cockpit, faults_of_layout, number_of
 from notebook_support.desk import Desk
-from notebook_support.lab import open_notebook, output_of, reload, save, screenshot, write_notebook
+from notebook_support.lab import open_notebook, output_of, save, screenshot, wait_for_notebook, write_notebook
 from notebook_support.paced import slowly
 
 pytestmark = MARKS
@@ -50,7 +50,8 @@ def test_an_answer_that_a_reload_has_cut_off_is_shown_again(seven: Cockpit) -> N
         cell = seven.start("%%generate --max-tokens 1500\nhi")
         seven.wait_for_text(cell, ALPHABET)
         save(seven.page)
-        reload(seven.page)
+        seven.page.reload()
+    wait_for_notebook(seven.page)
     # This is what the page has lost.
     assert whole not in output_of(seven.page, cell)
     shown = seven.run("%engine recover")

@@ -9,13 +9,13 @@ from notebook_support.lab import (
     NARROW,
     WIDE,
     output_of,
-    reload,
     restart_kernel,
     run_cell,
     save,
     screenshot,
     set_theme,
     set_width,
+    wait_for_notebook,
     wait_for_prompt,
     wait_for_text,
 )
@@ -50,7 +50,8 @@ def test_a_page_loaded_again_in_the_middle_of_an_answer_shows_all_of_it(
         late = page.locator(".jp-CodeCell").nth(2).locator(".nbe-late")
         expect(late).to_be_attached()
         expect(late).to_be_hidden()
-        reload(page)
+        page.reload()
+    wait_for_notebook(page)
     # Nothing replaces what the page has kept: the hint stays, and is shown after a while.
     expect(late).to_be_visible(timeout=120_000)
     assert "%engine recover" in late.inner_text()

@@ -23,7 +23,7 @@ from nbengine.ipc.control_messages import Progress
 from nbengine.sampling_params import RequestOutputKind
 from tests.process.client.conftest import left_idle
 
-# A copy is there so soon that its engine's start can have failed before its client is attached.
+# Each stage of a start is told only where it takes a while.
 pytestmark = pytest.mark.fresh_processes
 
 StartAsync = Callable[..., AsyncLLM]

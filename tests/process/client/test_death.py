@@ -24,9 +24,6 @@ from nbengine.ipc.liveness import ProcessIdentity
 from nbengine.runtime.connection import connection_file
 from nbengine.sampling_params import RequestOutputKind
 
-# A copy is there so soon that its engine's start can have failed before its client is attached.
-pytestmark = pytest.mark.fresh_processes
-
 StartAsync = Callable[..., AsyncLLM]
 StartLLM = Callable[..., LLM]
 

@@ -25,9 +25,6 @@ from nbengine.frontend.outputs.output_collector import RequestOutputCollector
 from nbengine.models.checkpoints.files import resolve_model
 from tests.support.thorough import amount
 
-# A copy is there so soon that its engine's start can have failed before its client is attached.
-pytestmark = pytest.mark.fresh_processes
-
 Start = Callable[..., object]
 
 MAX_MODEL_LEN = 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -24,7 +25,7 @@ from nbengine.engine.host.events import (
     ToCore,
 )
 from nbengine.engine.host.scaling import STOP_GRACE
-from nbengine.engine.host.state import FIRST_ATTACH_GRACE, HostPhase
+from nbengine.engine.host.state import FIRST_ATTACH_GRACE, FIRST_WORDS_GRACE, HostPhase
 from nbengine.ipc.control_messages import (
     AttachClient,
     Attached,
@@ -52,6 +53,8 @@ from tests.unit.engine.host_rig import (
     only,
     ready,
 )
+
+FAILED = EngineDead("it does not load", started=False)
 
 # The history.
 
@@ -299,6 +302,39 @@ def test_one_dead_core_of_two_in_lock_step_ends_the_other_and_the_first_cause_co
     assert end.notice.cause == "engine core 1 (pid 101) was killed by signal 9 (SIGKILL)"
 
 
+def failed_start() -> Host:
+    """A host whose engine core has failed before any client was attached."""
+    host = Host().greet()
+    host.core(FAILED)
+    assert only(host.exit(clean=False), End) == []
+    return host
+
+
+def test_a_start_that_fails_before_its_client_is_attached_is_told_to_it() -> None:
+    host = failed_start()
+    host.now = FIRST_WORDS_GRACE - 0.1
+    assert host.client(attach()) == [End(FAILED, [b"a"])]
+    assert host.state.phase is HostPhase.ENDED
+    assert host.client(attach("t"), b"b") == [ToClient(b"b", FAILED)]
+    assert only(host.at(FIRST_WORDS_GRACE), End) == []
+
+
+def test_a_start_that_fails_ends_soon_where_no_client_comes() -> None:
+    host = failed_start()
+    assert host.state.next_deadline() == FIRST_WORDS_GRACE
+    assert only(host.at(FIRST_WORDS_GRACE - 0.1), End) == []
+    assert host.at(FIRST_WORDS_GRACE) == [End(FAILED, [])]
+
+
+@pytest.mark.parametrize("ends", ["by a signal", "by a client"])
+def test_a_start_that_has_failed_ends_at_once_where_that_is_wanted(ends: str) -> None:
+    host = failed_start()
+    if ends == "by a signal":
+        assert host.stop() == [End(FAILED, [])]
+    else:
+        assert host.client(Shutdown(), b"stranger") == [End(FAILED, [b"stranger"])]
+
+
 def test_who_comes_too_late_is_told_why() -> None:
     host = Host().start()
     host.stop("asked")
@@ -406,7 +442,11 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def ends_once_and_leaves_no_core_behind(self) -> None:
-        assert len(self.ends) == (1 if not self.running else 0)
+        state = self.host.state
+        # A failed start waits for a client that it can tell.
+        waits = state._tell_until < math.inf
+        assert not waits or (not self.running and not state.leases.leases)
+        assert len(self.ends) == (1 if not self.running and not waits else 0)
         assert (self.host.state.phase is HostPhase.ENDED) == bool(self.ends)
 
     @invariant()
