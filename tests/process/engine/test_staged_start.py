@@ -21,6 +21,8 @@ from nbengine.config import ParallelConfig
 from nbengine.runtime.connection import connection_file
 from tests.support.thorough import amount
 
+pytestmark = pytest.mark.fresh_processes
+
 NUM_CORES = 8
 PATIENCE = 60.0
 """Seconds for everything to be gone once the owner is, on a machine that does much else; alone it takes under two."""

@@ -176,9 +176,12 @@ class CopiedProcess(subprocess.Popen[bytes]):
     def _copy(self, order: Order, descriptors: list[int]) -> int:
         if self.mould is not None:
             return self.mould.copy(order, descriptors)
+        # A signal to the copy must not meet the handlers of this process.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         pid = os.fork()
         if not pid:
             _become(order, descriptors)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
 
 
@@ -260,6 +263,8 @@ class Mould:
 
 def make_copies(line: socket.socket) -> None:
     """Make copies until the other end of the line is closed."""
+    # A copy begins with the signals held back that its order says.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while descriptors := socket.recv_fds(line, 64, 64)[1]:
         pid_reader, pid_writer = os.pipe()
         begin_reader, begin_writer = os.pipe()

@@ -12,7 +12,11 @@ class Stops {
     this.model = model;
     this.buttons = new Map(); // the buttons of each stream, by their places
     this.pressed = new Map(); // the time-outs of the streams that are to end
-    this.observer = new MutationObserver(() => this.place());
+    this.frame = null;
+    // Many outputs may be replaced before the page is drawn again.
+    this.observer = new MutationObserver(() => {
+      this.frame ??= requestAnimationFrame(() => this.place());
+    });
     this.onChange = () => this.changed();
     this.onMessage = (message) => this.answered(message);
     model.on("change:streams", this.onChange);
@@ -37,20 +41,23 @@ class Stops {
 
   // Give each place of a marked output its button; a notebook may be open twice.
   place() {
-    for (const [key, buttons] of this.buttons) {
+    this.frame = null;
+    for (const buttons of this.buttons.values()) {
       for (const [place, button] of buttons) {
         if (place.isConnected) continue;
         remove(button);
         buttons.delete(place);
       }
-      for (const mark of document.querySelectorAll(`[${MARK}="${CSS.escape(key)}"]`)) {
-        const place = mark.closest(PLACES);
-        if (!place || buttons.has(place)) continue;
-        const button = this.make(key);
-        buttons.set(place, button);
-        place.classList.add("nbe-has-stop");
-        place.append(button);
-      }
+    }
+    for (const mark of document.querySelectorAll(`[${MARK}]`)) {
+      const key = mark.getAttribute(MARK);
+      const buttons = this.buttons.get(key);
+      const place = mark.closest(PLACES);
+      if (!place || !buttons || buttons.has(place)) continue;
+      const button = this.make(key);
+      buttons.set(place, button);
+      place.classList.add("nbe-has-stop");
+      place.append(button);
     }
   }
 
@@ -109,6 +116,7 @@ class Stops {
     this.model.off("change:streams", this.onChange);
     this.model.off("msg:custom", this.onMessage);
     this.observer.disconnect();
+    cancelAnimationFrame(this.frame);
     for (const timer of this.pressed.values()) clearTimeout(timer);
     for (const buttons of this.buttons.values()) for (const button of buttons.values()) remove(button);
   }
