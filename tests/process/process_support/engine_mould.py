@@ -33,7 +33,7 @@ import setproctitle
 from process_support.engine_under_test import SUPPORT_PATH
 
 from nbengine.runtime import nursery
-from nbengine.runtime.processes import child_environment
+from nbengine.runtime.processes import SPIN_COUNT, child_environment
 
 MOULDED = ("nbengine.engine", "nbengine.server")
 """The modules whose processes are copies."""
@@ -201,7 +201,8 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environment.items() if name.startswith(READ_EARLY)}
     path = found.pop("PYTHONPATH", "").split(os.pathsep)
     rest = [entry for entry in path if entry and entry not in SUPPORT_PATH.split(os.pathsep)]
-    return found | {"PYTHONPATH": os.pathsep.join(rest)}
+    # What starts an engine adds this variable where it is missing, and the mould has it.
+    return {"GOMP_SPINCOUNT": SPIN_COUNT, **found, "PYTHONPATH": os.pathsep.join(rest)}
 
 
 class Mould:
