@@ -14,7 +14,7 @@ StartEngine = Callable[..., EngineUnderTest]
 
 
 def is_copy(pid: int) -> bool:
-    """Whether a process without any use for torch has it, as the mould does."""
+    """Return whether a process that has no use for torch has it, as the mould does."""
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
