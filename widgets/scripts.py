@@ -44,8 +44,9 @@ def bundled(name: str, folder: Path = STATIC) -> str:
 
 
 def stylesheet(name: str, folder: Path = STATIC) -> str:
-    """Join the style sheets of the widget `name`, in the order of their names."""
-    return "\n".join(path.read_text("utf-8").strip() + "\n" for path in sorted((folder / name).glob("*.css")))
+    """Join the style sheets of the widget `name`, in the order of their names, and behind them what all widgets share."""
+    paths = [path for part in (name, "common") for path in sorted((folder / part).glob("*.css"))]
+    return "\n".join(path.read_text("utf-8").strip() + "\n" for path in paths)
 
 
 def _visit(

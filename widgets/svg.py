@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from nbengine.widgets.dashboard.palette import contrast_sheet
+
 FONT = "var(--jp-code-font-family,ui-monospace),Menlo,Consolas,'DejaVu Sans Mono',monospace"
 FONT_SIZE = 12.0
 PAGE_STYLE = "color:var(--jp-content-font-color1,inherit)"
 """The style of a picture in a page: letters have the page's colour."""
 STANDALONE_SHEET = (
-    "<style>svg{color:#1f2328;background:#fff}"
+    "<style>svg{color-scheme:light dark;color:#1f2328;background:#fff}"
     "@media(prefers-color-scheme:dark){svg{color:#e6e8eb;background:#14171a}}</style>"
 )
 """The style sheet of a picture in a file, which has its own ground."""
@@ -129,7 +131,7 @@ class Drawing:
     ) -> None:
         """Draw a line of text on the base line `y`, cut where it would be wider than `width`."""
         weight = ' font-weight="600"' if bold else ""
-        faint = ' opacity="0.72"' if muted else ""
+        faint = ' opacity="0.8"' if muted else ""
         self._elements.append(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="currentColor"{weight}{faint}>'
             f"{escape(fitted(text, width))}</text>"
@@ -217,12 +219,13 @@ class Drawing:
 
         `style` is the style of the SVG itself, `sheet` a style sheet as an element.
         """
+        drawn = "".join(self._elements)
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="nbe-picture" role="img" aria-label="{escape(label)}" '
             f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
             f'font-family="{escape(FONT)}" font-size="{FONT_SIZE:g}" '
             f'style="max-width:100%;height:auto;{style}">'
-            f"{sheet}<desc>{escape(description)}</desc>{''.join(self._elements)}</svg>"
+            f"{sheet}{contrast_sheet(drawn)}<desc>{escape(description)}</desc>{drawn}</svg>"
         )
 
     def _strokes(

@@ -20,7 +20,7 @@ from nbengine.widgets.idle import IdleClock
 from nbengine.widgets.live import LiveDisplay
 from nbengine.widgets.tokens.cells import token_cells
 from nbengine.widgets.tokens.html import tokens_html
-from nbengine.widgets.words import PLAIN, PROSE, muted
+from nbengine.widgets.words import COLOURED, PLAIN, PROSE, muted
 
 if TYPE_CHECKING:
     from nbengine.widgets.tokens.widget import TokensWidget
@@ -222,7 +222,7 @@ def shaded(node: Branch, most: int) -> str:
     """Render the own part of an answer or a branch as HTML, with at most `most` alternatives a token."""
     cells = token_cells(node.own_token_ids, node.own_logprobs, most)
     in_text = num_in_text(node) - (node.position or 0) if node.done else None
-    return f'<div {PLAIN} style="{_PROSE}">{tokens_html(cells, in_text)}</div>'
+    return f'<div {PLAIN} style="{_PROSE};{COLOURED}">{tokens_html(cells, in_text)}</div>'
 
 
 def _heading(node: Branch) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from nbengine.widgets.grid.grid import MOST_DRAWN, GridCell, GridLayout, ScoreMark, left_out
-from nbengine.widgets.words import PLAIN, PROSE
+from nbengine.widgets.words import ALARM, COLOURED, MUTED, PLAIN, PROSE
 
-_MUTED = "color:var(--jp-ui-font-color2,#767676);font-size:85%"
 _BOX = (
     "display:block;box-sizing:border-box;border:1px solid rgba(128,128,128,0.35);margin:0 -1px -1px 0;"
     "padding:0.4em 0.6em;text-align:left;white-space:normal;max-width:none;background:none"
@@ -64,7 +63,7 @@ class GridHtml:
         Of many cells those around the cell `first` are drawn, where the answers are being written.
         """
         bar = (
-            '<div style="height:3px;background:rgba(128,128,128,0.25);margin:0.2em 0 0.4em">'
+            f'<div style="height:3px;background:rgba(128,128,128,0.25);margin:0.2em 0 0.4em;{COLOURED}">'
             f'<div style="height:3px;width:{100 * fraction:.1f}%;background:#2684ff"></div></div>'
         )
         width = len(self._column_heads)
@@ -72,7 +71,7 @@ class GridHtml:
         window = range(top * width, min((top + self._num_rows) * width, len(cells)))
         self._drawn = {index: known for index, known in self._drawn.items() if index in window}
         drawn = [self._live_cell(index, cells[index]) for index in window]
-        return f'<div {PLAIN} style="{_MUTED}">{escape(head)}</div>{bar}{self._table(drawn, top)}'
+        return f'<div {PLAIN} style="{MUTED}">{escape(head)}</div>{bar}{self._table(drawn, top)}'
 
     def final(self, foot: str, cells: Sequence[GridCell], notes: Sequence[str] = ()) -> str:
         """Render the grid as it stays, above a line with the sums and one for each note."""
@@ -99,7 +98,7 @@ class GridHtml:
 
     def _final(self, drawn: Sequence[str], foot: str, notes: Sequence[str]) -> str:
         said = (left_out(self._layout, len(drawn)), foot, *notes)
-        lines = "".join(f'<div {PLAIN} style="{_MUTED}">{escape(line)}</div>' for line in said if line)
+        lines = "".join(f'<div {PLAIN} style="{MUTED}">{escape(line)}</div>' for line in said if line)
         return self._table(drawn) + lines
 
     def _live_cell(self, index: int, cell: GridCell) -> str:
@@ -119,7 +118,7 @@ class GridHtml:
         parts = []
         for number, text in enumerate(cell.answers, 1):
             if several:
-                parts.append(f'<div style="{_MUTED};margin-top:0.3em">{number}.</div>')
+                parts.append(f'<div style="{MUTED};margin-top:0.3em">{number}.</div>')
             if places:
                 parts.append(f"<div {_RENDERED}><answer {index} {number - 1}></div>")
                 continue
@@ -127,12 +126,12 @@ class GridHtml:
             parts.append(f'<div style="{PROSE}">{shown}</div>')
         if cell.error:
             parts.append(
-                f'<div style="{PROSE};color:var(--jp-error-color1,#d32f2f)">{escape(cell.error)}</div>'
+                f'<div style="{PROSE};{ALARM}">{escape(cell.error)}</div>'
             )
         parts += map(_mark, cell.scores)
         foot = cell.foot or ("" if cell.error else _STATES.get(cell.state, ""))
         if foot:
-            parts.append(f'<div style="{_MUTED};margin-top:0.2em">{escape(foot)}</div>')
+            parts.append(f'<div style="{MUTED};margin-top:0.2em">{escape(foot)}</div>')
         return (
             f'<td style="{_CELL}">{self._column_heads[index % len(self._column_heads)]}{"".join(parts)}</td>'
         )
@@ -179,7 +178,7 @@ def _mark(score: ScoreMark) -> str:
 
 def _labels(names: Sequence[str], values: Sequence[str]) -> str:
     return "".join(
-        f'<div style="{PROSE}"><span style="{_MUTED}">{escape(name)}</span> '
+        f'<div style="{PROSE}"><span style="{MUTED}">{escape(name)}</span> '
         f"<b>{escape(_cut(value, _LABEL_CHARACTERS, from_end=False))}</b></div>"
         for name, value in zip(names, values, strict=True)
     )

@@ -33,6 +33,7 @@ from nbengine.widgets.pictures.svg_scheduler import draw_scheduler
 from nbengine.widgets.pictures.svg_steps import draw_steps
 from nbengine.widgets.pictures.text import text_dashboard
 from nbengine.widgets.waves.timeline_svg import draw as draw_waves
+from nbengine.widgets.words import COLOURED
 
 MAX_TABLE_RANKS = 32
 _NAME_LENGTH = 28
@@ -183,5 +184,6 @@ def _box(width: float, color: str) -> str:
     if width < 0.05:
         return ""
     return (
-        f'<span style="display:inline-block;width:{width:.1f}px;height:8px;background-color:{color}"></span>'
+        f'<span style="display:inline-block;width:{width:.1f}px;height:8px;background-color:{color};'
+        f'{COLOURED}"></span>'
     )

@@ -14,6 +14,7 @@ from nbengine.config import ParallelConfig
 from nbengine.ipc.control_messages import Progress
 from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.processes.stages import StartStages
+from nbengine.widgets.words import QUIET
 
 _REFRESH_SECONDS = 0.2
 
@@ -90,6 +91,6 @@ class StartProgress:
         self._live.show(
             {
                 "text/plain": text,
-                "text/html": f'<pre style="color:var(--jp-ui-font-color2,#666);margin:0">{escape(text)}</pre>',
+                "text/html": f'<pre style="{QUIET};margin:0">{escape(text)}</pre>',
             }
         )

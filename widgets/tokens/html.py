@@ -10,7 +10,7 @@ from nbengine.widgets.tokens.cells import Alternative, TokenCell, percent, shade
 SHADE = "#e8590c"
 """The colour behind a token: the less probable, the stronger; half transparent, it suits light and dark."""
 _NEGLIGIBLE = 0.001
-_MARK = '<span style="opacity:.5;user-select:none{}">{}</span>{}'
+_MARK = '<span style="opacity:.7;user-select:none{}">{}</span>{}'
 _OVER = ";position:absolute"
 """The style of a mark of white space, which keeps its own width."""
 
@@ -45,7 +45,7 @@ def _token_html(cell: TokenCell, *, outside: bool) -> str:
     strength = shade(cell.probability)
     styles = [f"background:{SHADE}{strength * 16:02x};border-radius:2px"] if strength else []
     if outside:
-        styles.append("opacity:.5")
+        styles.append("opacity:.7")
     style = f' style="{";".join(styles)}"' if styles else ""
     title = escape(tooltip(cell)).replace("\n", "&#10;")
     shown = "".join(

@@ -127,4 +127,4 @@ def test_shading_is_inline_and_what_is_no_text_is_paler() -> None:
     assert "background:#e8590c50" in first
     assert "opacity" not in first
     assert "background" not in second
-    assert "opacity:.5" in second
+    assert "opacity:.7" in second

@@ -43,7 +43,7 @@ function drawTicks(context, theme, size, places, left) {
     const x = Math.round(place);
     if (x < free) continue;
     const end = x + 6 + context.measureText(text).width;
-    context.fillStyle = theme.line;
+    context.fillStyle = theme.faint;
     context.fillRect(x, 4, 1, size.height - 4);
     if (end > size.width) continue;
     context.fillStyle = theme.muted;

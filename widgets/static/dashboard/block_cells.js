@@ -1,8 +1,8 @@
 // The places and looks of the block map's cells: a cell has one block, or several with mixed colours.
 
-import { CACHED_OPACITY, FREE_OPACITY, REQUESTS, ROLES } from "./palette.js";
+import { CACHED_OPACITY, FREE_OPACITY, REQUESTS } from "./palette.js";
 import { holderNumber, isCached, references } from "./words.js";
-import { css } from "./theme.js";
+import { css, isLight } from "./theme.js";
 import { clamp } from "./view.js";
 
 const LARGEST = 26;
@@ -62,10 +62,10 @@ export class BlockColors {
   constructor(theme) {
     this.free = REQUESTS.length + 1;
     this.cached = REQUESTS.length;
-    this.solid = REQUESTS.map((color) => theme.over(color, 1));
-    this.solid.push(theme.over(ROLES.cached, CACHED_OPACITY), theme.over(ROLES.free, FREE_OPACITY));
+    this.solid = theme.requests.map((color) => theme.over(color, 1));
+    this.solid.push(theme.over(theme.roles.cached, theme.hasMoreContrast ? 1 : CACHED_OPACITY), theme.over(theme.roles.free, FREE_OPACITY));
     this.names = this.solid.map(css);
-    const isLight = ([red, green, blue]) => 0.3 * red + 0.59 * green + 0.11 * blue > 140;
+    this.outline = theme.hasMoreContrast ? theme.muted : null; // of free blocks
     this.marks = this.solid.map((color) => (isLight(color) ? "#000000" : "#ffffff"));
   }
 
@@ -100,6 +100,11 @@ function paintBlock(context, word, colors, x, y, inner, font) {
   const color = colors.of(word);
   context.fillStyle = colors.names[color];
   context.fillRect(x, y, inner, inner);
+  if (color === colors.free && colors.outline) {
+    context.strokeStyle = colors.outline;
+    context.lineWidth = 1;
+    context.strokeRect(x + 0.5, y + 0.5, inner - 1, inner - 1);
+  }
   const number = references(word);
   if (number < 2) return;
   context.fillStyle = colors.marks[color];

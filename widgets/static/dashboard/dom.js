@@ -70,7 +70,7 @@ export class Tooltip {
   // `lines` are texts; the first is the head.
   show(owner, x, y, lines) {
     this.owner = owner;
-    this.node.dataset.theme = this.root.dataset.theme;
+    Object.assign(this.node.dataset, { theme: this.root.dataset.theme, contrast: this.root.dataset.contrast });
     this.node.replaceChildren(...lines.map((line) => element("div", {}, line)));
     this.node.hidden = false;
     const { width, height } = this.node.getBoundingClientRect();

@@ -1,18 +1,13 @@
 // Who holds how much of an engine core's cache: a bar of the moment, and its course over time.
 
-
 import { clock, count, integer, share } from "./format.js";
-import { CACHED_OPACITY, REQUESTS, ROLES } from "./palette.js";
+import { CACHED_OPACITY } from "./palette.js";
 import { Pointer } from "./pointer.js";
 import { countHolders } from "./samples.js";
 import { Surface } from "./surface.js";
 
 const COURSE_LEFT = 40;
 const COURSE_TOP = 4;
-
-function holderColor(number) {
-  return number === null ? ROLES.cached : REQUESTS[number % REQUESTS.length];
-}
 
 export class Occupancy {
   constructor(app) {
@@ -28,6 +23,11 @@ export class Occupancy {
     this.nodes = [this.bar.stage, this.course.stage];
   }
 
+  holderColor(number) {
+    const { theme } = this.app;
+    return number === null ? theme.roles.cached : theme.request(number);
+  }
+
   draw(blocks) {
     this.drawBar(blocks);
     this.drawCourse(blocks.length);
@@ -41,7 +41,7 @@ export class Occupancy {
     if (!width || !blocks.length) return;
     const { held, cached, numHolders, parts } = countHolders(blocks);
     const pixels = width / blocks.length;
-    context.fillStyle = theme.line;
+    context.fillStyle = theme.faint;
     context.fillRect(0, 0, width, height);
     this.pieces = [];
     let x = 0;
@@ -63,11 +63,11 @@ export class Occupancy {
     for (const [number, blocksOf] of parts) {
       const request = number === null ? null : store.holder(view.rank, number);
       const name = request ? `#${request.number} ${request.preview}` : number === null ? "nobody known" : `#${number}`;
-      piece(blocksOf, holderColor(number), 1, [name, `taken by it last: ${amount(blocksOf)}`]);
+      piece(blocksOf, this.holderColor(number), 1, [name, `taken by it last: ${amount(blocksOf)}`]);
     }
     const others = held - parts.reduce((sum, [, blocksOf]) => sum + blocksOf, 0);
     piece(others, theme.muted, 1, [count(numHolders - parts.length, "other request"), amount(others)]);
-    piece(cached, ROLES.cached, CACHED_OPACITY * 0.6, ["cached, free", amount(cached)]);
+    piece(cached, theme.roles.cached, CACHED_OPACITY * 0.6, ["cached, free", amount(cached)]);
     const free = blocks.length - held - cached;
     this.pieces.push([x, width, ["free", amount(free)]]);
     this.bar.canvas.setAttribute("aria-label", `KV cache: ${share(held, blocks.length)} held, ${share(cached, blocks.length)} cached and free`);
@@ -99,7 +99,7 @@ export class Occupancy {
     const bottom = height - 2;
     const most = this.mostHeld(numBlocks);
     const y = (blocks) => bottom - (blocks / most) * (bottom - COURSE_TOP);
-    context.fillStyle = theme.line;
+    context.fillStyle = theme.faint;
     context.fillRect(COURSE_LEFT, bottom, width - COURSE_LEFT, 1);
     context.fillRect(COURSE_LEFT, COURSE_TOP, width - COURSE_LEFT, 1);
     context.font = `11px ${theme.font}`;
@@ -136,7 +136,7 @@ export class Occupancy {
         context.fillRect(left, y(below + blocks), right - left, y(below) - y(below + blocks));
         below += blocks;
       };
-      for (const [number, blocks] of parts) stack(blocks, holderColor(number));
+      for (const [number, blocks] of parts) stack(blocks, this.holderColor(number));
       if (held > below) stack(held - below, this.app.theme.muted);
     });
   }

@@ -64,7 +64,8 @@ class Row {
       {},
       ...cells.map(([name, ...parts]) => element("td", { class: `nbe-cell-${name}` }, ...parts)),
     );
-    this.swatch.style.background = REQUESTS[request.number % REQUESTS.length];
+    const color = request.number % REQUESTS.length;
+    this.swatch.style.background = `var(--nbe-request-${color}, ${REQUESTS[color]})`;
     this.isGone = false;
   }
 

@@ -2,7 +2,6 @@
 
 import { legend, panel } from "./dom.js";
 import { clock, count, duration, integer, niceStep } from "./format.js";
-import { ROLES } from "./palette.js";
 import { Surface } from "./surface.js";
 import { Pointer } from "./pointer.js";
 import { clamp } from "./view.js";
@@ -86,7 +85,7 @@ class Chart {
       const y = Math.round(this.y(value, most)) + 0.5;
       context.fillStyle = theme.muted;
       context.fillText(integer(value), LEFT - 6, clamp(y, 6, height - 7));
-      context.fillStyle = theme.line;
+      context.fillStyle = theme.faint;
       context.fillRect(LEFT, y, width - LEFT, 1);
     }
   }
@@ -119,15 +118,16 @@ class QueueChart extends Chart {
     this.surface.fit();
     const context = this.surface.clear();
     const { view } = this.app;
+    const { roles } = this.app.theme;
     if (!view.history || this.surface.width < LEFT + 20) return;
     const columns = this.columns();
     const read = (column) => envelope(view, columns, column);
     const [running, waiting, preempted] = ["running", "waiting", "preempted"].map(read);
     const most = Math.max(4, ...running, ...waiting) * 1.05;
     this.axis(context, most);
-    this.area(context, running, most, ROLES.running, 0.22);
-    this.area(context, waiting, most, ROLES.waiting, 0);
-    context.fillStyle = ROLES.preempted;
+    this.area(context, running, most, roles.running, 0.22);
+    this.area(context, waiting, most, roles.waiting, 0);
+    context.fillStyle = roles.preempted;
     for (let x = 0; x < columns; x += 1) {
       if (preempted[x] > 0 && !(preempted[x - 1] > 0)) this.mark(context, LEFT + x);
     }
@@ -164,6 +164,7 @@ class BudgetChart extends Chart {
     const context = this.surface.clear();
     const { view } = this.app;
     const { history, current } = view;
+    const { roles } = this.app.theme;
     if (!history || this.surface.width < LEFT + 20) return;
     const columns = this.columns();
     const total = (ordinal) => history.at("prefill", ordinal) + history.at("decode", ordinal);
@@ -177,9 +178,9 @@ class BudgetChart extends Chart {
       const low = this.y(history.at("decode", steps[x]), most);
       const high = this.y(total(steps[x]), most);
       const gap = width > 3 ? 1 : 0;
-      context.fillStyle = ROLES.decode;
+      context.fillStyle = roles.decode;
       context.fillRect(LEFT + x, low, width - gap, this.y(0, most) - low);
-      context.fillStyle = ROLES.prefill;
+      context.fillStyle = roles.prefill;
       context.fillRect(LEFT + x, high, width - gap, low - high);
     });
     if (budget) this.drawBudget(context, budget, most, isNear);

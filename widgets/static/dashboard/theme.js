@@ -1,6 +1,11 @@
 // The page's colours, resolved for painting on a canvas, and the page's darkness.
 
 import { element } from "./dom.js";
+import { MORE_CONTRAST, REQUESTS, ROLES } from "./palette.js";
+
+// What the palette's colours depend on: whether it is dark, and whether the reader's system asks for more contrast.
+const MEDIA = ["(prefers-color-scheme: dark)", "(prefers-contrast: more)", "(forced-colors: active)"];
+const STRONG_LINE = 4.5; // the contrast that lines have in no theme but those with high contrast
 
 export class Theme {
   constructor(root, changed) {
@@ -15,32 +20,61 @@ export class Theme {
     for (const node of [document.documentElement, document.body]) this.observer.observe(node, { attributes: true });
     // A style sheet that is loaded after the attributes have changed is noticed by what it changes.
     this.probe.addEventListener("transitionend", this.check);
-    this.media = matchMedia("(prefers-color-scheme: dark)");
-    this.media.addEventListener("change", this.check);
+    this.media = MEDIA.map((query) => matchMedia(query));
+    for (const media of this.media) media.addEventListener("change", this.check);
     this.refresh();
   }
 
   // This is cheap enough to be called now and then.
   refresh() {
     const style = getComputedStyle(this.probe);
-    const values = [style.backgroundColor, style.color, style.borderTopColor, style.borderRightColor, style.borderBottomColor];
+    const borders = ["Top", "Right", "Bottom", "Left"].map((side) => style[`border${side}Color`]);
+    const values = [style.backgroundColor, style.color, ...borders];
     const key = values.join("|");
     if (key === this.key) return;
     this.key = key;
-    const [ground, text, muted, line, accent] = values;
+    const [ground, text, muted, line, accent, faint] = values;
     this.ground = this.channels(ground);
-    this.isDark = 0.3 * this.ground[0] + 0.59 * this.ground[1] + 0.11 * this.ground[2] < 128;
-    Object.assign(this, { groundColor: ground, text, muted, line, accent });
+    this.isDark = !isLight(this.ground);
+    this.hasMoreContrast = contrast(this.channels(ground, line), this.ground) >= STRONG_LINE;
+    Object.assign(this, { groundColor: ground, text, muted, accent, faint });
     this.font = style.fontFamily;
     this.root.dataset.theme = this.isDark ? "dark" : "light";
+    this.root.dataset.contrast = this.hasMoreContrast ? "more" : "usual";
+    this.takePalette();
     this.changed();
   }
 
-  // Return red, green and blue of a colour in any notation.
-  channels(color) {
+  // Take the palette's colours, or those that stand out more; the style sheet has them, too.
+  takePalette() {
+    const shown = (color) => (this.hasMoreContrast ? MORE_CONTRAST[color][Number(this.isDark)] : color);
+    this.requests = REQUESTS.map(shown);
+    this.roles = Object.fromEntries(Object.entries(ROLES).map(([name, color]) => [name, shown(color)]));
+    const named = { ...this.roles, block: this.roles.free };
+    this.requests.forEach((color, number) => (named[`request-${number}`] = color));
+    for (const [name, color] of Object.entries(named)) {
+      if (this.hasMoreContrast) this.root.style.setProperty(`--nbe-${name}`, color);
+      else this.root.style.removeProperty(`--nbe-${name}`);
+    }
+  }
+
+  // Return the colour of a request, by its number.
+  request(number) {
+    return this.requests[number % this.requests.length];
+  }
+
+  // Return black or white, whichever can be read on a colour.
+  inkOn(color) {
+    return isLight(this.channels(color)) ? "#000000" : "#ffffff";
+  }
+
+  // Return red, green and blue of colours in any notation, each painted over the one before.
+  channels(...colors) {
     this.pixel.clearRect(0, 0, 1, 1);
-    this.pixel.fillStyle = color;
-    this.pixel.fillRect(0, 0, 1, 1);
+    for (const color of colors) {
+      this.pixel.fillStyle = color;
+      this.pixel.fillRect(0, 0, 1, 1);
+    }
     return [...this.pixel.getImageData(0, 0, 1, 1).data.slice(0, 3)];
   }
 
@@ -52,8 +86,23 @@ export class Theme {
 
   destroy() {
     this.observer.disconnect();
-    this.media.removeEventListener("change", this.check);
+    for (const media of this.media) media.removeEventListener("change", this.check);
   }
+}
+
+export function isLight([red, green, blue]) {
+  return 0.299 * red + 0.587 * green + 0.114 * blue > 140;
+}
+
+// Return the contrast of two colours, from 1 to 21, as WCAG 2.1 defines it.
+function contrast(...colors) {
+  const [darker, lighter] = colors.map(luminance).sort((first, second) => first - second);
+  return (lighter + 0.05) / (darker + 0.05);
+}
+
+function luminance(color) {
+  const [red, green, blue] = color.map((value) => value / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
 }
 
 export function css([red, green, blue]) {

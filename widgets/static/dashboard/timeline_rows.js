@@ -2,7 +2,6 @@
 
 import { AXIS, clockTicks, stepTicks } from "./axis.js";
 import { DECODE, PREEMPTED, PREFILL, RECOMPUTE } from "./history.js";
-import { REQUESTS, ROLES } from "./palette.js";
 import { clamp } from "./view.js";
 
 export const GUTTER = 56;
@@ -125,7 +124,7 @@ export class Painter {
 
   stripes() {
     const { context, rows, theme } = this;
-    context.fillStyle = theme.line;
+    context.fillStyle = theme.faint;
     context.globalAlpha = 0.35;
     if (rows.height >= 9) {
       for (let row = 0; row < rows.numbers.length; row += 2) {
@@ -161,12 +160,13 @@ export class Painter {
 
   segments(slots, kind) {
     const { context, history, rows } = this;
+    const { roles } = this.theme;
     const { number, first, last } = history.segments;
     const tall = Math.max(2, rows.height - (rows.height > 6 ? 3 : 1));
     const height = kind === DECODE ? Math.max(2, Math.round(tall * 0.55)) : tall;
     const inset = Math.floor((rows.height - height) / 2);
     const painted = new Map();
-    context.fillStyle = [ROLES.decode, ROLES.prefill, ROLES.recompute][kind];
+    context.fillStyle = [roles.decode, roles.prefill, roles.recompute][kind];
     for (const slot of slots) {
       if (history.segments.kind[slot] !== kind) continue;
       const y = rows.y(rows.index.get(number[slot])) + inset;
@@ -201,7 +201,7 @@ export class Painter {
   tokens(slot, begin, end, y, height) {
     const { context } = this;
     const color = context.fillStyle;
-    context.fillStyle = "#ffffff";
+    context.fillStyle = this.theme.inkOn(color);
     context.font = `10px ${this.theme.font}`;
     context.textAlign = "center";
     context.textBaseline = "middle";
@@ -217,7 +217,7 @@ export class Painter {
   hits(slots) {
     const { context, history, rows } = this;
     const { number, first, hit } = history.segments;
-    context.fillStyle = ROLES.hit;
+    context.fillStyle = this.theme.roles.hit;
     const height = Math.max(2, rows.height - 1);
     const width = this.view.isTime ? 4 : clamp(this.scale * 0.6, 2, 6);
     for (const slot of slots) {
@@ -231,7 +231,7 @@ export class Painter {
   preemptions() {
     const { context, history, rows } = this;
     const half = clamp(rows.height / 2 - 2, 1, 5);
-    context.strokeStyle = ROLES.preempted;
+    context.strokeStyle = this.theme.roles.preempted;
     context.lineWidth = 2;
     context.beginPath();
     history.visitEvents(this.first, this.end, (ordinal, number, kind) => {
@@ -286,7 +286,7 @@ export class Painter {
       const top = Math.max(AXIS, y);
       const bottom = Math.min(y + rows.height, this.height);
       if (bottom - top < 1) return;
-      context.fillStyle = REQUESTS[number % REQUESTS.length];
+      context.fillStyle = theme.request(number);
       const inset = rows.height > 6 ? 2 : 0;
       context.fillRect(GUTTER - 9, top + inset, 4, Math.max(1, bottom - top - 2 * inset));
       if (row % every || y < AXIS || y + Math.max(rows.height, 11) > this.height) return;

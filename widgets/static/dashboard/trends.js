@@ -3,7 +3,6 @@
 import { clockTicks, AXIS } from "./axis.js";
 import { element, legend, panel, setAttribute, setText } from "./dom.js";
 import { clock, duration, integer, perSecond, share } from "./format.js";
-import { ROLES } from "./palette.js";
 import { Pointer } from "./pointer.js";
 import { Surface } from "./surface.js";
 
@@ -12,35 +11,35 @@ const AGAIN_MS = { hour: 15_000, day: 120_000 };
 const TREND_LEFT = 52;
 const TREND_TOP = 6;
 
-// [title, [[column, colour, name], …] drawn one upon the other, the last in front, how a value is written]
+// [title, [[column, role, name], …] drawn one upon the other, the last in front, how a value is written]
 const TREND_CHARTS = [
-  ["tokens/s", [["tokens_per_second", ROLES.decode, "generated"]], perSecond],
+  ["tokens/s", [["tokens_per_second", "decode", "generated"]], perSecond],
   [
     "requests",
     [
-      ["waiting", ROLES.waiting, "waiting"],
-      ["running", ROLES.running, "running"],
+      ["waiting", "waiting", "waiting"],
+      ["running", "running", "running"],
     ],
     integer,
   ],
   [
     "first token",
     [
-      ["ttft_p95", ROLES.cached, "p95"],
-      ["ttft_p50", ROLES.prefill, "p50"],
+      ["ttft_p95", "cached", "p95"],
+      ["ttft_p50", "prefill", "p50"],
     ],
     duration,
   ],
   [
     "between tokens",
     [
-      ["itl_p95", ROLES.cached, "p95"],
-      ["itl_p50", ROLES.decode, "p50"],
+      ["itl_p95", "cached", "p95"],
+      ["itl_p50", "decode", "p50"],
     ],
     duration,
   ],
-  ["KV cache in use", [["kv_usage", ROLES.running, "most"]], (value) => share(value, 1)],
-  ["preemptions", [["preemptions", ROLES.preempted, "preempted"]], integer],
+  ["KV cache in use", [["kv_usage", "running", "most"]], (value) => share(value, 1)],
+  ["preemptions", [["preemptions", "preempted", "preempted"]], integer],
 ];
 const MARKS = { p95: "p95", p50: "p50", generated: "decode", waiting: "waiting", running: "running", most: "running", preempted: "preempted" };
 
@@ -109,11 +108,11 @@ class TrendChart {
     context.textBaseline = "middle";
     context.fillStyle = theme.muted;
     context.fillText(this.write(most), TREND_LEFT - 6, y(most), TREND_LEFT - 8);
-    context.fillStyle = theme.line;
+    context.fillStyle = theme.faint;
     context.fillRect(TREND_LEFT, Math.round(y(most)), width - TREND_LEFT, 1);
     context.fillRect(TREND_LEFT, bottom, width - TREND_LEFT, 1);
     this.gaps(context, rank);
-    for (const [column, fill] of this.curves) this.bars(context, rank, column, fill, y, bottom);
+    for (const [column, role] of this.curves) this.bars(context, rank, column, theme.roles[role], y, bottom);
     for (const other of others) this.line(context, other, this.curves[this.curves.length - 1][0], y);
     this.drawCross();
     this.pointer.tell();

@@ -2,7 +2,6 @@
 
 import { element, legend, panel, setText } from "./dom.js";
 import { clock, count, duration, integer, share } from "./format.js";
-import { REQUESTS, ROLES } from "./palette.js";
 import { Surface } from "./surface.js";
 import { AXIS, clockTicks } from "./axis.js";
 import { Pointer } from "./pointer.js";
@@ -225,24 +224,25 @@ export class Waves {
     });
     for (const request of store.requests) {
       if (request.rank !== number || request.added_at < start || request.added_at > end) continue;
-      this.arrival(context, REQUESTS[request.number % REQUESTS.length], this.x(request.added_at), y + RANK_HEIGHT - 9);
+      this.arrival(context, theme.request(request.number), this.x(request.added_at), y + RANK_HEIGHT - 9);
     }
   }
 
   // Own steps and dummy steps share a span's height.
   drawSpan(context, { steps, dummySteps: dummy, isRunning }, left, right, y) {
+    const { theme } = this.app;
     const width = Math.max(1, right - left);
     const top = y + 3;
     const height = RANK_HEIGHT - 13;
     if (isRunning && steps + dummy > 0) {
       const part = Math.round((height * dummy) / (steps + dummy));
-      context.fillStyle = ROLES.running;
+      context.fillStyle = theme.roles.running;
       context.fillRect(left, top, width, height - part);
-      context.fillStyle = ROLES.dummy;
+      context.fillStyle = theme.roles.dummy;
       context.fillRect(left, top + height - part, width, part);
       return;
     }
-    context.fillStyle = isRunning ? ROLES.running : this.app.theme.muted;
+    context.fillStyle = isRunning ? theme.roles.running : theme.muted;
     context.globalAlpha = isRunning ? 0.3 : 0.5;
     if (isRunning) context.fillRect(left, top, width, height);
     else context.fillRect(left, top + Math.floor(height / 2), width, 1);
