@@ -225,7 +225,7 @@ class Drawing:
             f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
             f'font-family="{escape(FONT)}" font-size="{FONT_SIZE:g}" '
             f'style="max-width:100%;height:auto;{style}">'
-            f"{sheet}{contrast_sheet(drawn)}<desc>{escape(description)}</desc>{drawn}</svg>"
+            f"{sheet}{contrast_sheet(drawn, standalone=bool(sheet))}<desc>{escape(description)}</desc>{drawn}</svg>"
         )
 
     def _strokes(

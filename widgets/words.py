@@ -12,7 +12,7 @@ QUIET = "color:color-mix(in srgb,var(--jp-ui-font-color2,#808080) 60%,currentCol
 """The colour of quiet text, which has a contrast of 7 to 1 in each of JupyterLab's themes."""
 MUTED = f"{QUIET};font-size:85%"
 """The style of a quiet line."""
-ALARM = "color:color-mix(in srgb,var(--jp-error-color1,#d32f2f) 80%,currentColor)"
+ALARM = "color:color-mix(in srgb,var(--jp-error-color1,#d32f2f) 60%,currentColor)"
 """The colour of an error's text."""
 COLOURED = "forced-color-adjust:none"
 """The style of what says something by its colour, also where the reader's system forces its own colours on a page."""

@@ -247,6 +247,40 @@ def test_alternatives_stay_inside_the_page(
     bare_pages.give_back(widget.page)
 
 
+STYLES = """(nodes) => nodes.map((node) => {
+    const { color, backgroundColor, borderBottomColor, textDecorationLine, fontStyle } = getComputedStyle(node);
+    return { color, ground: backgroundColor, edge: borderBottomColor, line: textDecorationLine, slant: fontStyle };
+})"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_forced_colours_leave_shades_and_say_which_tab_is_open(widget: TokensPage, scheme: str) -> None:
+    tree, _ = tree_of(WORDS, text=TEXT)
+    widget.page.emulate_media(forced_colors="active", color_scheme=scheme)
+    widget.mount(tree)
+    widget.choose(token=3, alternative=0)
+    widget.page.get_by_role("tab").first.click()
+
+    def styles(selector: str) -> list[dict[str, str]]:
+        found: list[dict[str, str]] = widget.page.locator(selector).evaluate_all(STYLES)
+        return found
+
+    tokens = styles(".nbt-token")
+    grounds = {styled["ground"] for styled in styles(".nbt-scale > .nbt-swatch")}
+    assert len(grounds) == 10
+    assert len({styled["ground"] for styled in tokens} & grounds) >= 5
+    assert {styled["color"] for styled in tokens} == {styles(".nbt-text")[0]["color"]}
+    # No shade alone says that a token is uncertain, and no opacity that it is outside of the answer.
+    shades = [
+        int(token.get_attribute("data-shade") or 0) for token in widget.page.locator(".nbt-token").all()
+    ]
+    assert ["underline" in styled["line"] for styled in tokens] == [shade >= 5 for shade in shades]
+    assert [styled["slant"] for styled in styles(".nbt-outside")] == ["italic"]
+    chosen, other = styles("[role=tab]")
+    assert chosen["ground"] == chosen["edge"] != other["ground"]
+    assert chosen["color"] != chosen["ground"]
+
+
 def test_what_is_not_possible_is_said(widget: TokensPage) -> None:
     tree, client = tree_of(WORDS, text=TEXT)
     widget.mount(tree)

@@ -76,11 +76,11 @@ def ink_on(color: str) -> str:
     return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
 
 
-def contrast_sheet(drawn: str) -> str:
-    """Make the style sheet that gives an SVG more contrast where its reader, or JupyterLab's theme, wants it.
+def contrast_sheet(drawn: str, *, standalone: bool) -> str:
+    """Make the style sheet that gives an SVG more contrast where its reader wants it.
 
     It has rules for those of the palette's colours that are in `drawn`. What is half transparent becomes solid; free
-    blocks stay paler than others.
+    blocks stay paler than others. An SVG that is part of a page heeds JupyterLab's theme, too.
     """
     rules = [
         (f'[{paint}="{color}"]', f"{paint}:light-dark({light},{dark})")
@@ -92,9 +92,14 @@ def contrast_sheet(drawn: str) -> str:
         (f'[{paint}-opacity="{faint:g}"]', f"{paint}-opacity:{strong:g}")
         for faint, strong in ((CACHED_OPACITY, 1), (FREE_OPACITY, 0.4))
         for paint in ("fill", "stroke")
+        if f'{paint}-opacity="{faint:g}"' in drawn
     ]
-    asked = "".join(f".nbe-picture {which}{{{style}}}" for which, style in rules)
-    themed = "".join(f"{_HIGH_CONTRAST_THEME} .nbe-picture {which}{{{style}}}" for which, style in rules)
+
+    def sheet(scope: str) -> str:
+        return "".join(f"{scope}{which}{{{style}}}" for which, style in rules)
+
+    asked = sheet("" if standalone else ".nbe-picture ")
+    themed = "" if standalone else sheet(f"{_HIGH_CONTRAST_THEME} .nbe-picture ")
     return f"<style>@media (prefers-contrast:more),(forced-colors:active){{{asked}}}{themed}</style>"
 
 

@@ -125,9 +125,7 @@ class GridHtml:
             shown = cell.rich[number - 1] if cell.rich else escape(_cut(text, limit, from_end=from_end))
             parts.append(f'<div style="{PROSE}">{shown}</div>')
         if cell.error:
-            parts.append(
-                f'<div style="{PROSE};{ALARM}">{escape(cell.error)}</div>'
-            )
+            parts.append(f'<div style="{PROSE};{ALARM}">{escape(cell.error)}</div>')
         parts += map(_mark, cell.scores)
         foot = cell.foot or ("" if cell.error else _STATES.get(cell.state, ""))
         if foot:

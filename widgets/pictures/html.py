@@ -40,6 +40,7 @@ _NAME_LENGTH = 28
 _LEFT = 'style="text-align:left"'
 _RIGHT = 'align="right"'
 _WHOLE = 'style="text-align:left;white-space:nowrap"'
+_BAR = f'style="text-align:left;white-space:nowrap;{COLOURED}"'
 _SMALL = 'cellpadding="4" style="font-size:11px;line-height:1.4"'
 _LINE = '<p style="margin:4px 0">'
 _BAR_WIDTH = 60.0
@@ -162,7 +163,7 @@ def _row(row: RequestRow, *, several: bool) -> str:
     rest = (row.prompt, row.output, row.first_token, row.total_time, row.preemptions)
     before = "".join(_cell(text, style) for text, style in cells)
     after = "".join(_cell(text, _RIGHT) for text in rest)
-    return f"<tr>{before}<td {_WHOLE}>{_bar(row)}</td>{after}</tr>"
+    return f"<tr>{before}<td {_BAR}>{_bar(row)}</td>{after}</tr>"
 
 
 def _bar(row: RequestRow) -> str:
@@ -184,6 +185,5 @@ def _box(width: float, color: str) -> str:
     if width < 0.05:
         return ""
     return (
-        f'<span style="display:inline-block;width:{width:.1f}px;height:8px;background-color:{color};'
-        f'{COLOURED}"></span>'
+        f'<span style="display:inline-block;width:{width:.1f}px;height:8px;background-color:{color}"></span>'
     )

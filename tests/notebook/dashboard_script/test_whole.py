@@ -22,13 +22,14 @@ from notebook_support.dashboard_script import (
     frame,
     hover,
     request,
+    rgb,
     step,
     tile,
     word,
 )
 from playwright.sync_api import Browser, expect
 
-from nbengine.widgets.dashboard.palette import REQUESTS
+from nbengine.widgets.dashboard.palette import MORE_CONTRAST, REQUESTS, ROLES
 
 PICTURES = os.environ.get("NBENGINE_TEST_PICTURES")
 
@@ -98,6 +99,85 @@ def test_a_theme_that_changes_leaves_no_canvas_blank(open_page: OpenPage) -> Non
     page.page.wait_for_function("() => document.querySelector('.nbe-dash').dataset.theme === 'dark'")
     page.settle()
     assert page.page.evaluate(inked) == before
+
+
+COLORS = """(nodes) => nodes.map((node) => {
+    const probe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const painted = (...colors) => {
+        for (const color of colors) { probe.fillStyle = color; probe.fillRect(0, 0, 1, 1); }
+        return [...probe.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+    };
+    const ground = getComputedStyle(document.querySelector(".nbe-dash")).backgroundColor;
+    const { color, backgroundColor } = getComputedStyle(node);
+    return { text: painted(ground, backgroundColor, color), fill: painted(ground, backgroundColor), ground: painted(ground) };
+})"""
+
+
+def luminance(color: list[int]) -> float:
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+        for part in (value / 255 for value in color)
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(first: list[int], second: list[int]) -> float:
+    """The contrast of two colours, as WCAG 2.1 defines it."""
+    darker, lighter = sorted((luminance(first), luminance(second)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_forced_colours_leave_nothing_that_cannot_be_told(open_page: OpenPage, scheme: str) -> None:
+    page = open_page()
+    page.page.emulate_media(forced_colors="active", color_scheme=scheme)
+    page.mount()
+    engine = FakeEngine(ranks=2, num_blocks=60)
+    engine.run(60, arrivals=0.3)
+    page.deliver(engine.frame(reset=True))
+    assert page.page.get_attribute(".nbe-dash", "data-theme") == scheme
+
+    def colors(selector: str) -> list[dict[str, list[int]]]:
+        found: list[dict[str, list[int]]] = page.page.locator(selector).evaluate_all(COLORS)
+        assert found
+        return found
+
+    # A button that is pressed has a label, and differs from the others.
+    (pressed,) = colors(".nbe-button[aria-pressed=true]")
+    assert contrast(pressed["text"], pressed["fill"]) >= 4.5
+    assert contrast(pressed["fill"], pressed["ground"]) >= 1.8
+    # What means something by its colour stands out from the ground; the ground of a bar does not.
+    marks = ("running", "waiting", "preempted", "prefill", "decode", "recompute", "hit", "cached")
+    for mark in colors(",".join(f".nbe-mark.nbe-{name}" for name in marks)) + colors(".nbe-swatch"):
+        assert contrast(mark["fill"], mark["ground"]) >= 3
+    for track in colors(".nbe-track"):
+        assert contrast(track["fill"], track["ground"]) < 2
+    for bar in colors(".nbe-cell-prompt .nbe-track > i, .nbe-cell-output .nbe-bar-first"):
+        assert contrast(bar["fill"], bar["ground"]) >= 3
+
+
+def test_more_contrast_changes_the_palette_at_once_and_back(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    page.deliver(frame(steps=STEPS, requests=[request(0)], words=[word(1, holder=0), word(0)]))
+    hit = page.page.locator(".nbe-timeline .nbe-mark.nbe-hit")
+    for contrast, wanted in (("more", "more"), ("no-preference", "usual")):
+        page.page.emulate_media(contrast=contrast)
+        page.page.wait_for_function(
+            "(wanted) => document.querySelector('.nbe-dash').dataset.contrast === wanted", arg=wanted
+        )
+        page.settle()
+        shown = [
+            MORE_CONTRAST[color][0] if wanted == "more" else color for color in (REQUESTS[0], ROLES["hit"])
+        ]
+        assert_color(page.pixel(BLOCKS, *cell(page, 0)), shown[0])
+        assert (
+            hit.evaluate("(mark) => getComputedStyle(mark).backgroundColor")
+            == f"rgb({', '.join(map(str, rgb(shown[1])))})"
+        )
+        # A free block has an edge, by which it is one.
+        x, y = cell(page, 1)
+        assert (max(page.pixel(BLOCKS, x, y - 4)[:3]) < 100) == (wanted == "more")
 
 
 def test_an_engine_that_has_ended_can_be_looked_through(open_page: OpenPage) -> None:

@@ -11,10 +11,13 @@ from notebook_support.desk import OpenLab
 from notebook_support.lab import run_cell, run_command, screenshot
 from playwright.sync_api import Page
 
+from nbengine.widgets.dashboard.palette import MORE_CONTRAST, ROLES
 from tests.unit.widgets.trees import make_tree
 
-THEMES = ("JupyterLab Light", "JupyterLab Dark")
+THEMES = ("JupyterLab Light", "JupyterLab Dark", "JupyterLab Dark High Contrast")
 WIDTHS = (1280, 800)
+CORE = ROLES["dummy"]
+"""The colour of an engine core, which is that of its dummy steps."""
 SMALLEST_LETTERS = 9.0
 """Pixels."""
 SMALLEST_CONTRAST = 4.5
@@ -94,7 +97,7 @@ def check_legible(page: Page) -> None:
 
 @needs_chromium
 @pytest.mark.timeout(240)
-def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
+def test_the_picture_is_legible_in_all_themes_and_in_a_narrow_window(
     open_lab: OpenLab,
 ) -> None:
     shown = f"from IPython.display import display\ndisplay({make_tree(2, 2).bundle()!r}, raw=True)"
@@ -107,9 +110,13 @@ def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
         page.evaluate(
             "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme
         )
-        light = "false" if theme.endswith("Dark") else "true"
-        page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
+        page.wait_for_selector(f'body[data-jp-theme-name="{theme}"]', state="attached")
         page.wait_for_selector("#jupyterlab-splash", state="detached")
         page.locator(".jp-OutputArea-output svg[role=img]").scroll_into_view_if_needed()
-        screenshot(page, f"process-tree-{theme.rpartition(' ')[2]}-{width}")
+        screenshot(page, f"process-tree-{theme.removeprefix('JupyterLab ').replace(' ', '-')}-{width}")
         check_legible(page)
+        strokes = page.locator(f'svg.nbe-picture [stroke="{CORE}"]').evaluate_all(
+            "(nodes) => nodes.map((node) => getComputedStyle(node).stroke)"
+        )
+        shown = MORE_CONTRAST[CORE][1] if theme.endswith("Contrast") else CORE
+        assert set(strokes) == {f"rgb({', '.join(str(int(shown[at : at + 2], 16)) for at in (1, 3, 5))})"}

@@ -26,6 +26,7 @@ class BarePages:
         page.mouse.move(0, 0)
         page.goto("about:blank")
         page.unroute_all()
+        page.emulate_media(color_scheme="light", forced_colors="null", contrast="null")
         page.context.clear_cookies()
         self._spare[frozen].append(page)
 

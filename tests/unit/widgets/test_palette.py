@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -123,6 +124,52 @@ def test_what_is_drawn_together_stays_apart_for_every_eye(names: tuple[str, ...]
 def test_colours_show_on_light_and_on_dark(ground: str) -> None:
     for color in (*palette.REQUESTS, *palette.ROLES.values()):
         assert contrast(color, ground) > 1.6, color
+
+
+def substitutes(colors: Iterable[str], ground: int) -> list[str]:
+    """The colours that stand in for others, on light ground (0) or dark (1)."""
+    return [palette.MORE_CONTRAST[color][ground] for color in colors]
+
+
+def test_each_colour_has_substitutes_that_stand_out_on_the_grounds_of_high_contrast_themes() -> None:
+    assert set(palette.MORE_CONTRAST) == {*palette.REQUESTS, *palette.ROLES.values()}
+    # JupyterLab's themes, and Windows' contrast themes: Desert; Night sky, Aquatic, Dusk.
+    grounds = (["#ffffff", "#f0f0f0", "#fffaef"], ["#000000", "#111111", "#212121", "#202020", "#2d3236"])
+    for number, alike in enumerate(grounds):
+        for color, ground in itertools.product(substitutes(palette.MORE_CONTRAST, number), alike):
+            assert contrast(color, ground) >= 3, (color, ground)
+
+
+@pytest.mark.parametrize("ground", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize("vision", VISION)
+def test_substitutes_stay_apart_for_every_eye(vision: str, ground: int) -> None:
+    for first, second in itertools.combinations(substitutes(palette.REQUESTS, ground), 2):
+        assert distance(first, second, vision) > 0.07, (first, second)
+    for names in (
+        ("prefill", "decode", "recompute", "hit", "preempted"),
+        ("running", "waiting", "preempted"),
+    ):
+        shown = substitutes([palette.ROLES[name] for name in names], ground)
+        for first, second in itertools.combinations(shown, 2):
+            assert distance(first, second, vision) > 0.1, (first, second)
+
+
+def test_a_picture_has_rules_for_what_is_drawn_in_it_alone() -> None:
+    hit, decode = palette.ROLES["hit"], palette.ROLES["decode"]
+    drawn = f'<rect fill="{hit}" fill-opacity="0.16"/><path stroke="{decode}"/>'
+    alone, part = (palette.contrast_sheet(drawn, standalone=standalone) for standalone in (True, False))
+    light, dark = palette.MORE_CONTRAST[hit]
+    assert f'[fill="{hit}"]{{fill:light-dark({light},{dark})}}' in alone
+    assert re.findall(r'\[([\w-]+="[^"]+)"\]\{', alone) == [
+        f'stroke="{decode}',
+        f'fill="{hit}',
+        'fill-opacity="0.16',
+    ]
+    # A page's other pictures stay as they are.
+    rules = re.sub("@media[^{]*", "", part.removeprefix("<style>").removesuffix("</style>"))
+    assert len(re.findall(r"\.nbe-picture \[", rules)) == len(re.findall(r"\{\w", rules)) == 6
+    assert part.count("High Contrast") == 3
+    assert "High Contrast" not in alone
 
 
 def test_a_request_keeps_its_colour_and_its_neighbours_have_others() -> None:
