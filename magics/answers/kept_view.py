@@ -12,7 +12,8 @@ from nbengine.magics.answers.kept import Answer
 from nbengine.widgets.words import MUTED, PLAIN, age, count, harmless, muted, table
 
 _CELL_WIDTH = 40
-_CELL = "text-align:left;vertical-align:top;overflow-wrap:anywhere"
+# A border that is transparent is a line where the reader's system forces its colours, and takes the rows' grounds away.
+_CELL = "text-align:left;vertical-align:top;overflow-wrap:anywhere;border-top:1px solid transparent"
 
 
 def heading(answer: Answer) -> tuple[str, str]:

@@ -175,7 +175,7 @@ def test_more_contrast_changes_the_palette_at_once_and_back(open_page: OpenPage)
             hit.evaluate("(mark) => getComputedStyle(mark).backgroundColor")
             == f"rgb({', '.join(map(str, rgb(shown[1])))})"
         )
-        # A free block has an edge, by which it is one.
+        # The edge of a free block tells it from the ground.
         x, y = cell(page, 1)
         assert (max(page.pixel(BLOCKS, x, y - 4)[:3]) < 100) == (wanted == "more")
 

@@ -67,7 +67,7 @@ export class Occupancy {
     }
     const others = held - parts.reduce((sum, [, blocksOf]) => sum + blocksOf, 0);
     piece(others, theme.muted, 1, [count(numHolders - parts.length, "other request"), amount(others)]);
-    piece(cached, theme.roles.cached, CACHED_OPACITY * 0.6, ["cached, free", amount(cached)]);
+    piece(cached, theme.roles.cached, theme.hasMoreContrast ? 1 : CACHED_OPACITY * 0.6, ["cached, free", amount(cached)]);
     const free = blocks.length - held - cached;
     this.pieces.push([x, width, ["free", amount(free)]]);
     this.bar.canvas.setAttribute("aria-label", `KV cache: ${share(held, blocks.length)} held, ${share(cached, blocks.length)} cached and free`);
