@@ -5,7 +5,9 @@ import { MORE_CONTRAST, REQUESTS, ROLES } from "./palette.js";
 
 // What the palette's colours depend on: whether it is dark, and whether the reader's system asks for more contrast.
 const MEDIA = ["(prefers-color-scheme: dark)", "(prefers-contrast: more)", "(forced-colors: active)"];
-const STRONG_LINE = 4.5; // the contrast that lines have in no theme but those with high contrast
+// Themes with high contrast have lines as strong as text, and quiet text as strong as any.
+const STRONG_LINE = 4.5;
+const STRONG_QUIET = 0.9;
 
 export class Theme {
   constructor(root, changed) {
@@ -36,7 +38,8 @@ export class Theme {
     const [ground, text, muted, line, accent, faint] = values;
     this.ground = this.channels(ground);
     this.isDark = !isLight(this.ground);
-    this.hasMoreContrast = contrast(this.channels(ground, line), this.ground) >= STRONG_LINE;
+    const strength = (color) => contrast(this.channels(ground, color), this.ground);
+    this.hasMoreContrast = strength(line) >= STRONG_LINE && strength(muted) >= STRONG_QUIET * strength(text);
     Object.assign(this, { groundColor: ground, text, muted, accent, faint });
     this.font = style.fontFamily;
     this.root.dataset.theme = this.isDark ? "dark" : "light";
