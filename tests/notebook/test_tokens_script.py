@@ -14,7 +14,11 @@ from playwright.sync_api import expect
 from tokens_page import TokensPage
 
 from nbengine.errors import EngineDeadError
+from nbengine.magics.answers.kept_view import Listed, list_html
+from nbengine.magics.tokens.view import shaded
 from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
+from nbengine.widgets.grid.grid import GridCell, layout_of
+from nbengine.widgets.grid.html import GridHtml
 
 HOSTILE = "<img src=x onerror='document.title=\"hurt\"'>"
 WORDS: list[Word] = [
@@ -279,6 +283,33 @@ def test_forced_colours_leave_shades_and_say_which_tab_is_open(widget: TokensPag
     chosen, other = styles("[role=tab]")
     assert chosen["ground"] == chosen["edge"] != other["ground"]
     assert chosen["color"] != chosen["ground"]
+
+
+def test_forced_colours_leave_what_pages_without_a_script_show(bare_pages: BarePages) -> None:
+    tree, _ = tree_of(WORDS, text=TEXT)
+    grid = GridHtml(layout_of([("temperature", ["0", "1"])], 0))
+    cells = [GridCell(answers=(text,)) for text in "ab"]
+    rows = [Listed(number, "", "why?", "because", ("now",)) for number in (1, 2)]
+    page = bare_pages.take()
+    page.emulate_media(forced_colors="active")
+    page.set_content(
+        shaded(tree.roots[0], 5) + grid.live("1 of 2", 0.5, cells) + list_html(("#", "ASKED"), rows)
+    )
+
+    def styles(selector: str, name: str) -> list[str]:
+        found: list[str] = page.locator(selector).evaluate_all(
+            "(nodes, name) => nodes.map((node) => getComputedStyle(node)[name])", name
+        )
+        return found
+
+    shades = styles("span[title]", "backgroundColor")
+    assert len(shades) == len(WORDS)
+    assert len(set(shades)) >= 6
+    assert set(styles("span[title]", "color")) == {"rgb(0, 0, 0)"}
+    assert styles("div[style*='width:50.0%']", "backgroundColor") == ["rgb(38, 132, 255)"]
+    # The grounds of every second row are gone: there are lines.
+    assert set(styles("tbody td[style*='border-top']", "borderTopColor")) == {"rgb(0, 0, 0)"}
+    bare_pages.give_back(page)
 
 
 def test_what_is_not_possible_is_said(widget: TokensPage) -> None:
