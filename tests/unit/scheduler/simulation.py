@@ -241,7 +241,9 @@ class Simulation:
             answer = self.live[req_id]
             answer.num_known = len(answer.prompt) + len(answer.tokens)
             answer.was_preempted = req_id in cached.resumed_req_ids
-        reading = [self.live[req_id] for req_id, start in starts.items() if start < self.live[req_id].num_known]
+        reading = [
+            self.live[req_id] for req_id, start in starts.items() if start < self.live[req_id].num_known
+        ]
         if not reading:
             return "decode"
         return "recompute" if any(answer.was_preempted for answer in reading) else "prefill"
