@@ -25,6 +25,8 @@ _COLUMNS = 330
 _SMALLEST_MARK = 34.0
 """The width that a wave needs for its number."""
 _TICKS = 5
+_ROUNDING = 1e-6
+"""What sums of shares may lack."""
 _STEP_ROLES = ("decode", "prefill", "recompute", "dummy")
 """The colours of steps, from below: one that does several of these things has the last of them."""
 
@@ -121,6 +123,7 @@ class _Picture:
         width = (self._right - _LEFT) / _COLUMNS
         foot = top + _CURVE - 2
         running, waiting, preempted = [], [], []
+        num_preempted, num_told = _ROUNDING, 0
         for index, state in enumerate(columns):
             x = _LEFT + (index + 0.5) * width
             if state is None:
@@ -131,7 +134,10 @@ class _Picture:
                 running.append((x, foot, below))
             if state.num_waiting:
                 waiting.append((x, foot - below, state.num_waiting * unit))
-            if state.preemptions > 0:
+            # A report tells only how many there were in its time: each has its tick once it must have come.
+            num_preempted += state.preemptions
+            if num_preempted >= num_told + 1:
+                num_told = int(num_preempted)
                 preempted.append((x, top - 2, _BAR))
         for color, drawn in (("running", running), ("waiting", waiting), ("preempted", preempted)):
             self._drawing.columns(drawn, ROLES[color], thickness=width)

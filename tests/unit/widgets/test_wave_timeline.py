@@ -273,6 +273,10 @@ def test_the_picture_has_the_dashboards_colours_and_shows_who_waits_and_who_was_
     assert {"decode steps", "with prefill", "with recomputation", "that wait", "preempted"} <= texts
     assert "30 steps, 5 with prefill, 2 with recomputation, at most 6 requests" in texts
     assert [state.preemptions for state in timeline.columns(0, 3) if state is not None] == [0, 2, 0]
+    ticks = [
+        path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("stroke") == ROLES["preempted"]
+    ]
+    assert sum(path.count("m") for path in ticks) == 2, "a tick for each preemption"
     # In each second, the parts of the bar are as high as the shares of the steps, and fill it.
     (row,) = (group for group in root.iter(f"{SVG}g") if group.get("data-rank") is not None)
     heights: dict[float, dict[str, float]] = {}
