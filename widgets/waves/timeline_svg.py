@@ -26,7 +26,7 @@ _SMALLEST_MARK = 34.0
 """The width that a wave needs for its number."""
 _TICKS = 5
 _ROUNDING = 1e-6
-"""What sums of shares may lack."""
+"""Sums of shares are less than the whole by no more than this."""
 _STEP_ROLES = ("decode", "prefill", "recompute", "dummy")
 """The colours of steps, from below: one that does several of these things has the last of them."""
 
