@@ -242,6 +242,12 @@ WRONG = [
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
     ("/tokenize", {"messages": "a"}, "messages"),
+    ("/tokenize", {"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+    ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+    ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+    ("/tokenize", {"messages": [], "add_special_tokens": True}, "add_special_tokens"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
     ("/detokenize", {"tokens": [True]}, "tokens[0]"),
@@ -262,6 +268,23 @@ async def test_whatever_is_wrong_is_refused_by_name_and_reaches_no_engine() -> N
                 wrong[f"{path} {str(fields)[:80]}"] = found, error["message"][:120]
     assert not wrong
     assert not engine.pooled
+
+
+async def test_a_text_and_a_conversation_are_tokenized_with_the_fields_of_their_own_form() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": False}
+    rendering = {"tools": tools, "add_generation_prompt": False, "chat_template_kwargs": {"x": 1}}
+    engine = ScriptedEngine()
+    async with http_to(engine) as http:
+        text = (await http.post("/tokenize", json={"prompt": "ab", "add_special_tokens": True})).json()
+        assert text["tokens"] == [ord("a"), ord("b")]
+        # Null means the same as to leave a field out.
+        nothing = dict.fromkeys([*rendering, "continue_final_message", "messages"])
+        assert (await http.post("/tokenize", json={"prompt": "ab", **nothing})).json() == text
+        chat = (await http.post("/tokenize", json={**said, **rendering, "prompt": None})).json()
+    assert chat["tokens"] == list(map(ord, "user: a\n"))
+    assert engine.messages == said["messages"]
+    assert engine.render_options.items() >= rendering.items()
 
 
 async def test_a_request_that_the_engine_refuses_fails_as_a_whole() -> None:
