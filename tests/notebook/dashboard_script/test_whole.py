@@ -168,6 +168,8 @@ def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> 
     engine.run(2, arrivals=0)
     snapshot = engine.snapshot()
     page.mount(snapshot=snapshot)
+    # The browser says that it is in sight in its own time.
+    page.page.wait_for_function("() => models[0].sent.some((m) => m.kind === 'alive')")
     page.page.clock.run_for(100)
     assert page.text(".nbe-banner").endswith(", asking the kernel for more …")
     page.page.clock.run_for(2500)
