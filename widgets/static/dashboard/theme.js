@@ -3,26 +3,33 @@
 import { element } from "./dom.js";
 
 export class Theme {
-  constructor(root, changed) {
-    this.root = root;
+  constructor(page, changed) {
+    this.page = page;
     this.changed = changed;
     this.probe = element("i", { class: "nbe-probe", "aria-hidden": "true" });
-    root.append(this.probe);
-    this.pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    page.root.append(this.probe);
+    this.pixel = element("canvas").getContext("2d", { willReadFrequently: true });
     this.key = "";
-    this.check = () => this.refresh();
-    this.observer = new MutationObserver(this.check);
-    for (const node of [document.documentElement, document.body]) this.observer.observe(node, { attributes: true });
+    const check = () => this.refresh();
     // A style sheet that is loaded after the attributes have changed is noticed by what it changes.
-    this.probe.addEventListener("transitionend", this.check);
-    this.media = matchMedia("(prefers-color-scheme: dark)");
-    this.media.addEventListener("change", this.check);
-    this.refresh();
+    this.probe.addEventListener("transitionend", check);
+    page.attach((window) => {
+      const { documentElement, body } = window.document;
+      const observer = new window.MutationObserver(check);
+      for (const node of [documentElement, body]) observer.observe(node, { attributes: true });
+      const media = window.matchMedia("(prefers-color-scheme: dark)");
+      media.addEventListener("change", check);
+      check();
+      return () => {
+        observer.disconnect();
+        media.removeEventListener("change", check);
+      };
+    });
   }
 
   // This is cheap enough to be called now and then.
   refresh() {
-    const style = getComputedStyle(this.probe);
+    const style = this.page.window.getComputedStyle(this.probe);
     const values = [style.backgroundColor, style.color, style.borderTopColor, style.borderRightColor, style.borderBottomColor];
     const key = values.join("|");
     if (key === this.key) return;
@@ -32,7 +39,7 @@ export class Theme {
     this.isDark = 0.3 * this.ground[0] + 0.59 * this.ground[1] + 0.11 * this.ground[2] < 128;
     Object.assign(this, { groundColor: ground, text, muted, line, accent });
     this.font = style.fontFamily;
-    this.root.dataset.theme = this.isDark ? "dark" : "light";
+    this.page.root.dataset.theme = this.isDark ? "dark" : "light";
     this.changed();
   }
 
@@ -48,11 +55,6 @@ export class Theme {
   over(color, opacity) {
     const top = this.channels(color);
     return top.map((value, index) => Math.round(opacity * value + (1 - opacity) * this.ground[index]));
-  }
-
-  destroy() {
-    this.observer.disconnect();
-    this.media.removeEventListener("change", this.check);
   }
 }
 
