@@ -1,10 +1,11 @@
-"""Take the pictures that README.md and docs/examples.md show, of real notebooks in a real browser.
+"""Take the pictures that README.md and the pages of docs/ show: of real notebooks in a real browser, and drawn by engines.
 
-python examples/pictures.py [live] [examples]
+python examples/pictures.py [live] [examples] [drawn]
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import tempfile
@@ -27,6 +28,8 @@ from notebook_support.lab import (
     wait_for_text,
     write_notebook,
 )
+
+from nbengine import LLM, AsyncLLM, SamplingParams
 
 PROMPT = (
     "You are a patient teacher, and you explain how things work to a child of ten years, in plain words and with an "
@@ -138,6 +141,31 @@ def take_examples() -> None:
             page.locator(".jp-CodeCell").nth(last).screenshot(path=IMAGES / f"example_{stem}.png")
 
 
+def take_drawn() -> None:
+    """Have an engine of several workers draw its processes, and two cores in lock step their waves."""
+    with LLM("smollm2-135m", tensor_parallel_size=3, pipeline_parallel_size=2) as llm:
+        llm.generate("hello", SamplingParams(max_tokens=8))
+        (IMAGES / "process_tree.svg").write_text(llm.process_tree().svg())
+    asyncio.run(_take_waves())
+
+
+async def _take_waves() -> None:
+    """Let rank 1 wait for rank 0's request in the first wave, and rank 0 for that of rank 1 in the second."""
+    async with AsyncLLM("random-tiny-moe", data_parallel_size=2, num_gpu_blocks_override=128) as engine:
+
+        async def ask(num_tokens: int, rank: int) -> None:
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            async for _ in engine.generate("hello", params, data_parallel_rank=rank):
+                pass
+
+        with engine.record_waves() as recording:
+            await asyncio.gather(ask(400, 0), *(ask(60, 1) for _ in range(3)))
+            await asyncio.sleep(0.5)
+            await ask(150, 1)
+            await asyncio.sleep(0.5)
+        (IMAGES / "waves.svg").write_text(recording.timeline.svg())
+
+
 def output(page: Page, cell: int):
     """Return the output area of a code cell."""
     return page.locator(".jp-CodeCell").nth(cell).locator(".jp-Cell-outputArea")
@@ -146,6 +174,6 @@ def output(page: Page, cell: int):
 if __name__ == "__main__":
     if CHROMIUM is None:
         sys.exit("pictures need chromium (Debian's package chromium)")
-    wanted = sys.argv[1:] or ["live", "examples"]
+    wanted = sys.argv[1:] or ["live", "examples", "drawn"]
     for part in wanted:
-        {"live": take_live, "examples": take_examples}[part]()
+        {"live": take_live, "examples": take_examples, "drawn": take_drawn}[part]()

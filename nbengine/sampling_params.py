@@ -317,8 +317,9 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=
         normalize: scale vectors to length 1; None is the model's own for "embed", and False for "encode".
         dimensions: keep this many leading dimensions (Matryoshka embeddings), then normalise.
         use_activation: give probabilities instead of logits, for "classify" and "score"; None is True.
-        truncate_prompt_tokens: keep the first tokens of longer prompts, special tokens included; -1 means
-            `max_model_len`. None refuses prompts that are too long.
+        truncate_prompt_tokens: keep the first tokens of longer prompts, special tokens included; fewer than
+            the special tokens of a text or a pair are refused. -1 means `max_model_len`. None refuses prompts
+            that are too long.
 
     Raises:
         InvalidArgumentError: a value is out of range (also a `ValueError`).

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, ClassVar
+from typing import Any
 
 from nbengine.client.threads.loop_thread import LoopThread
+from nbengine.runtime.one_per_process import OnePerProcess
 from nbengine.widgets.live import send_together
 
 
@@ -45,28 +45,17 @@ class Beat:
             beat.set_result(None)
 
 
-class Background:
+class Background(OnePerProcess):
     """The loop for what streams in the background of this process, on a thread of its own, and its beat.
 
     It is not the loop of the clients' sockets: what is drawn here may take a moment, or wait for that loop.
     """
-
-    _shared: ClassVar[Background | None] = None
-    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         self.beat = Beat()
         self._thread = LoopThread("nbengine-background")
         self._thread.call_soon(send_together, self._thread.loop.call_soon)
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @classmethod
-    def shared(cls) -> Background:
-        """Return that of this process, whose thread starts when it is first asked for."""
-        with cls._shared_lock:
-            if cls._shared is None:
-                cls._shared = cls()
-            return cls._shared
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine, whose outputs belong to the cell that is running now."""
@@ -89,12 +78,3 @@ class Background:
             # It is told as that of a thread is: nobody may ever ask the handle.
             about = (type(error), error, error.__traceback__, threading.current_thread())
             threading.excepthook(threading.ExceptHookArgs(about))
-
-
-def _forget_after_fork() -> None:
-    # A forked child has the object but not the thread.
-    Background._shared = None
-    Background._shared_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)

@@ -49,7 +49,8 @@ class OfflinePooling(Offline):
 
         Args:
             prompts: one prompt or several, as `LLM.generate` takes them.
-            truncate_prompt_tokens: keep the first tokens of longer prompts; -1 means `max_model_len`.
+            truncate_prompt_tokens: keep the first tokens of longer prompts; -1 means `max_model_len`. Fewer than
+                the special tokens of a text or a pair are refused.
             use_tqdm: show a progress bar, or a callable that makes one.
             pooling_params: for all prompts, or one for each; None takes the model's own way.
         """

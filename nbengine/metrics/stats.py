@@ -67,6 +67,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     requests: RequestStats | None = None
     """Times and sizes of requests. In a report of an engine core, None if they are those of its report before; a
     trace never has them."""
+    num_prefill_steps: int = 0
+    """Steps since the start in which a request read its prompt for the first time, and none read again."""
+    num_recompute_steps: int = 0
+    """Steps since the start in which a request read again after a preemption."""
 
     @property
     def is_sleeping(self) -> bool:

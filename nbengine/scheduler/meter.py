@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from nbengine.ipc.messages import FinishReason
 from nbengine.metrics.requests import RequestStats
+from nbengine.scheduler.phases import StepPhases
 from nbengine.scheduler.request import FINISH_REASONS, Request
 
 
 class RequestMeter:
     """The figures of a scheduler's requests. The tokens between the first and the last cost nothing."""
 
-    __slots__ = ("has_news", "num_generation_tokens", "num_prompt_tokens", "stats")
+    __slots__ = ("has_news", "num_generation_tokens", "num_prompt_tokens", "phases", "stats")
 
     def __init__(self) -> None:
         self.stats = RequestStats()
@@ -20,6 +21,7 @@ class RequestMeter:
         """Tokens sampled, since the start; the scheduler counts them, a step's at once."""
         self.has_news = False
         """True if `stats` has changed since `take` was called."""
+        self.phases = StepPhases()
 
     def first_token(self, request: Request, now: float) -> None:
         """Count a request that has its first token at `now`, on the scheduler's clock."""

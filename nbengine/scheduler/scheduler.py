@@ -87,6 +87,9 @@ class Scheduler(RequestOutcomes):
             if states is not None:
                 self._plan_checkpoints(plan, states)
         self.step_counter += 1
+        phases = self.meter.phases
+        if phases.reading:
+            phases.planned(plan)
         if self._structured:
             plan.has_structured_output_requests = any(
                 self._gets_token(plan, request) and not is_free(request, request.num_output_placeholders - 1)
@@ -292,6 +295,7 @@ class Scheduler(RequestOutcomes):
         request.record_event(EngineCoreEventType.SCHEDULED, now)
         self.kv_cache_manager.cache_blocks(request)
         self.running.add(request)
+        self.meter.phases.reading[request_id] = request
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return the masks of the requests whose grammar restricts their token of this step, None if none does.
@@ -331,6 +335,9 @@ class Scheduler(RequestOutcomes):
         """
         step = scheduler_output.step
         self._last_answered_step = step
+        phases = self.meter.phases
+        if phases.in_flight:
+            phases.answered(step)
         if len(model_runner_output.req_ids) != len(scheduler_output.num_scheduled_tokens):
             raise NBEngineError(
                 f"the model runner answered for {len(model_runner_output.req_ids)} requests of "

@@ -284,6 +284,8 @@ class SchedulerState:
         meter = self.meter
         stats.num_prompt_tokens = meter.num_prompt_tokens
         stats.num_generation_tokens = meter.num_generation_tokens
+        stats.num_prefill_steps = meter.phases.num_prefill_steps
+        stats.num_recompute_steps = meter.phases.num_recompute_steps
         if manager.states is not None:
             states = manager.states.pool
             stats.num_state_slots = states.num_slots

@@ -25,6 +25,14 @@ class RankSpan:
     """Those of them that wait."""
     preemptions: float = 0.0
     """The requests that have lost their blocks; a share of them as of the steps."""
+    prefill_steps: float = 0.0
+    """Those of the steps in which a request read its prompt, and none read again."""
+    recompute_steps: float = 0.0
+    """Those of the steps in which a request read again what it had lost."""
+
+
+_STEPS = ("steps", "dummy_steps", "prefill_steps", "recompute_steps")
+"""The counts that a report may bring later than the time in which the steps were made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,8 @@ class WaveTimeline:
             max((state.num_requests for state in states), default=0),
             max((state.num_waiting for state in states), default=0),
             round(sum(state.preemptions for state in states)),
+            round(sum(state.prefill_steps for state in states)),
+            round(sum(state.recompute_steps for state in states)),
         )
 
     def columns(self, rank: int, count: int) -> Iterator[RankSpan | None]:
@@ -193,7 +203,7 @@ class WaveRecorder:
                 is_late = not (before.engines_running or after.engines_running)
                 if is_late:
                     self._credit(rank, state, start)
-                    state = replace(state, steps=0, dummy_steps=0)
+                    state = replace(state, **dict.fromkeys(_STEPS, 0))
                 running = before.engines_running or (
                     after.engines_running and state.steps + state.dummy_steps > 0
                 )
@@ -215,6 +225,8 @@ class WaveRecorder:
             num_requests,
             engine.num_waiting_reqs,
             _growth(known.num_preemptions, engine.num_preemptions),
+            _growth(known.num_prefill_steps, engine.num_prefill_steps),
+            _growth(known.num_recompute_steps, engine.num_recompute_steps),
         )
 
     def _credit(self, rank: int, late: RankSpan, start: float) -> None:
@@ -231,10 +243,8 @@ class WaveRecorder:
             start = span.start
             state = span.ranks.get(rank)
             if state is not None and state.is_running:
-                more = replace(
-                    state, steps=state.steps + late.steps, dummy_steps=state.dummy_steps + late.dummy_steps
-                )
-                self._spans[index] = replace(span, ranks={**span.ranks, rank: more})
+                more = {name: getattr(state, name) + getattr(late, name) for name in _STEPS}
+                self._spans[index] = replace(span, ranks={**span.ranks, rank: replace(state, **more)})
                 return
 
 
@@ -252,12 +262,13 @@ def _spread(spans: list[Span], rank: int) -> None:
         elif silent:
             whole = [*silent, index]
             seconds = sum(spans[number].seconds for number in whole)
+            states = [spans[number].ranks[rank] for number in whole]
+            counts = {name: sum(getattr(each, name) for each in states) for name in _STEPS}
             for number in whole:
                 part, share = spans[number], spans[number].seconds / seconds
-                mine = replace(
-                    part.ranks[rank], steps=state.steps * share, dummy_steps=state.dummy_steps * share
-                )
-                spans[number] = replace(part, ranks={**part.ranks, rank: mine})
+                mine = {name: count * share for name, count in counts.items()}
+                ranks = {**part.ranks, rank: replace(part.ranks[rank], **mine)}
+                spans[number] = replace(part, ranks=ranks)
             silent = []
 
 
@@ -274,7 +285,7 @@ def _growth(before: int, after: int) -> int:
 
 
 def _merged(spans: Sequence[Span], first: int, rank: int, start: float, end: float) -> RankSpan | None:
-    steps = dummy_steps = preemptions = 0.0
+    counts = dict.fromkeys((*_STEPS, "preemptions"), 0.0)
     state: RankSpan | None = None
     is_running = False
     for span in spans[first:]:
@@ -285,13 +296,10 @@ def _merged(spans: Sequence[Span], first: int, rank: int, start: float, end: flo
         if part is None or shared <= 0:
             continue
         share = shared / span.seconds
-        steps += part.steps * share
-        dummy_steps += part.dummy_steps * share
-        preemptions += part.preemptions * share
+        for name in counts:
+            counts[name] += getattr(part, name) * share
         is_running = is_running or part.is_running
         state = part
     if state is None:
         return None
-    return replace(
-        state, steps=steps, dummy_steps=dummy_steps, is_running=is_running, preemptions=preemptions
-    )
+    return replace(state, is_running=is_running, **counts)

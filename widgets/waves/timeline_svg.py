@@ -5,7 +5,9 @@ Text takes the colour of its surroundings; everything else has the colour that i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
+from itertools import accumulate, pairwise
 
 from nbengine.widgets.dashboard.palette import ROLES
 from nbengine.widgets.svg import LINE, PAGE_STYLE, STANDALONE_SHEET, Drawing, Rect
@@ -23,6 +25,10 @@ _COLUMNS = 330
 _SMALLEST_MARK = 34.0
 """The width that a wave needs for its number."""
 _TICKS = 5
+_ROUNDING = 1e-6
+"""Sums of shares are less than the whole by no more than this."""
+_STEP_ROLES = ("decode", "prefill", "recompute", "dummy")
+"""The colours of steps, from below: one that does several of these things has the last of them."""
 
 
 def draw(timeline: WaveTimeline, *, standalone: bool = False) -> str:
@@ -101,27 +107,23 @@ class _Picture:
         self._y += LINE + 2
 
     def _bar(self, place: Rect, state: RankSpan | None) -> None:
-        """Draw steps from below, dummy steps above them, by their shares; a middle line if nothing runs."""
+        """Draw the kinds of steps above each other, by their shares; a middle line if nothing runs."""
         kind, tenths = _look(state)
-        if kind == "absent":
-            return
         if kind == "paused":
             self._drawing.bar(Rect(place.x, place.middle - 1, place.width, 2), ROLES["free"], opacity=0.7)
-            return
-        real = place.height * tenths / 10
-        if tenths < 10:
-            dummy = Rect(place.x, place.y, place.width, place.height - real)
-            self._drawing.bar(dummy, ROLES["dummy"], opacity=0.85)
-        if tenths:
-            self._drawing.bar(
-                Rect(place.x, place.bottom - real, place.width, real), ROLES["running"], opacity=0.9
-            )
+        bottom = place.bottom
+        for role, share in zip(_STEP_ROLES, tenths, strict=False):
+            height = place.height * share / 10
+            bottom -= height
+            if share:
+                self._drawing.bar(Rect(place.x, bottom, place.width, height), ROLES[role], opacity=0.9)
 
     def _curve(self, columns: list[RankSpan | None], top: float) -> None:
         """Draw the requests that wait above those that run, as areas, and a tick at each preemption."""
         width = (self._right - _LEFT) / _COLUMNS
         foot = top + _CURVE - 2
         running, waiting, preempted = [], [], []
+        num_preempted, num_told = _ROUNDING, 0
         for index, state in enumerate(columns):
             x = _LEFT + (index + 0.5) * width
             if state is None:
@@ -132,7 +134,10 @@ class _Picture:
                 running.append((x, foot, below))
             if state.num_waiting:
                 waiting.append((x, foot - below, state.num_waiting * unit))
-            if state.preemptions > 0:
+            # A report tells only how many there were in its time: each has its tick once it must have come.
+            num_preempted += state.preemptions
+            if num_preempted >= num_told + 1:
+                num_told = int(num_preempted)
                 preempted.append((x, top - 2, _BAR))
         for color, drawn in (("running", running), ("waiting", waiting), ("preempted", preempted)):
             self._drawing.columns(drawn, ROLES[color], thickness=width)
@@ -152,32 +157,50 @@ class _Picture:
         self._y += LINE + _PAD
 
     def _legend(self) -> None:
-        x, y = _LEFT, self._y
-        parts = [("running", "steps, requests that run", 190.0)]
-        if any(self._timeline.total(rank).num_waiting for rank in self._timeline.ranks):
-            parts.append(("waiting", "requests that wait", 150.0))
-        if any(self._timeline.total(rank).preemptions for rank in self._timeline.ranks):
-            parts.append(("preempted", "preempted", 95.0))
+        """Name the colours: those of the steps, and in a line of their own those of the areas below the bars."""
+        totals = [self._timeline.total(rank) for rank in self._timeline.ranks]
+        steps = [("decode", "decode steps", 105.0)]
+        if any(total.prefill_steps for total in totals):
+            steps.append(("prefill", "with prefill", 105.0))
+        if any(total.recompute_steps for total in totals):
+            steps.append(("recompute", "with recomputation", 145.0))
         if self._timeline.lock_step:
-            parts.append(("dummy", "dummy steps", 105.0))
-        for role, name, width in parts:
-            self._drawing.bar(Rect(x, y + 2, 12, 12), ROLES[role], opacity=0.9)
-            self._drawing.text(x + 18, y + 12, name, width=width, muted=True)
-            x += 18 + width
-        self._drawing.bar(Rect(x, y + 7, 12, 2), ROLES["free"], opacity=0.7)
+            steps.append(("dummy", "dummy steps", 105.0))
+        x = self._swatches(steps)
+        self._drawing.bar(Rect(x, self._y + 7, 12, 2), ROLES["free"], opacity=0.7)
         name = "paused" if self._timeline.lock_step else "idle"
-        self._drawing.text(x + 18, y + 12, name, width=60, muted=True)
+        self._drawing.text(x + 18, self._y + 12, name, width=60, muted=True)
         self._y += LINE
-        text = f"the areas below the bars are up to {self._most_requests} requests high"
-        self._drawing.text(_LEFT, self._y + 12, text, width=self._right - _LEFT, muted=True)
+        requests = [("running", "requests that run", 140.0)]
+        if any(total.num_waiting for total in totals):
+            requests.append(("waiting", "that wait", 85.0))
+        if any(total.preemptions for total in totals):
+            requests.append(("preempted", "preempted", 85.0))
+        x = self._swatches(requests)
+        text = f"areas up to {self._most_requests} high"
+        self._drawing.text(x, self._y + 12, text, width=self._right - x, muted=True)
         self._y += LINE + _PAD
 
+    def _swatches(self, parts: Sequence[tuple[str, str, float]]) -> float:
+        """Draw role, name and width of each part side by side, and return where the next one goes."""
+        x = _LEFT
+        for role, name, width in parts:
+            self._drawing.bar(Rect(x, self._y + 2, 12, 12), ROLES[role], opacity=0.9)
+            self._drawing.text(x + 18, self._y + 12, name, width=width, muted=True)
+            x += 18 + width
+        return x
 
-def _look(state: RankSpan | None) -> tuple[str, int]:
-    """Return the look of a moment: a kind, and how many tenths of its steps were real ones."""
+
+def _look(state: RankSpan | None) -> tuple[str, tuple[int, ...]]:
+    """Return the look of a moment: a kind, and the tenths of its steps of each of `_STEP_ROLES`."""
     if state is None:
-        return "absent", 0
-    steps = state.steps + state.dummy_steps
-    if not steps:
-        return "paused", 0
-    return "running", round(10 * state.steps / steps)
+        return "absent", ()
+    total = state.steps + state.dummy_steps
+    if not total:
+        return "paused", ()
+    # The counts of a report may be of one step more or less than its steps.
+    again = min(state.recompute_steps, state.steps)
+    reading = min(state.prefill_steps, state.steps - again)
+    ends = accumulate((state.steps - reading - again, reading, again, state.dummy_steps))
+    rounded = [0, *(round(10 * end / total) for end in ends)]
+    return "running", tuple(end - start for start, end in pairwise(rounded))

@@ -43,6 +43,10 @@ def totals(timeline: WaveTimeline, rank: int) -> str:
     """Describe all that an engine core did."""
     total = timeline.total(rank)
     parts = [f"{total.steps:,.0f} steps"]
+    if total.prefill_steps:
+        parts.append(f"{total.prefill_steps:,.0f} with prefill")
+    if total.recompute_steps:
+        parts.append(f"{total.recompute_steps:,.0f} with recomputation")
     if timeline.lock_step:
         parts.append(f"{total.dummy_steps:,.0f} dummy")
     parts.append(f"at most {total.num_requests} request{'' if total.num_requests == 1 else 's'}")

@@ -116,14 +116,30 @@ def launch_engine(config: EngineConfig, *, name: str | None = None) -> Connectio
 
 @contextlib.contextmanager
 def discarded_on_error(info: ConnectionInfo) -> Iterator[None]:
-    """Remove an engine that this process has just launched if the block ends with an exception."""
+    """Remove an engine that this process has just launched if the block ends with an exception.
+
+    Raises:
+        EngineStartError: the block has failed because the engine had ended by then; it says how.
+    """
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        end = _end_of(info) if isinstance(error, NBEngineError) else None
         kill_session(info)
         remove_engine_files(info)
         bury_child(info.run_dir)
+        if end is not None:
+            raise end from error
         raise
+
+
+def _end_of(info: ConnectionInfo) -> EngineStartError | None:
+    """Say how the engine that this process has just launched has ended; None if it runs."""
+    # A host removes the directory as one of its last deeds.
+    if info.host_alive and os.path.isdir(info.run_dir):
+        return None
+    how = host_exit(info) or "is gone"
+    return EngineStartError(f"the engine's host process (pid {info.host_pid}) {how}", log_tail(info.log_path))
 
 
 def host_exit(info: ConnectionInfo) -> str | None:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from nbengine.errors import EngineDeadError, NBEngineError
+from nbengine.runtime.one_per_process import OnePerProcess
 
 T = TypeVar("T")
 _EXIT_TIMEOUT = 1.0
 _ENDED = "the interpreter is exiting, and this client of the engine has ended with it"
 
 
-class LoopThread:
+class LoopThread(OnePerProcess):
     """An asyncio loop on its own daemon thread: it works whether or not the caller runs a loop."""
-
-    _shared: ClassVar[LoopThread | None] = None
-    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, name: str = "nbengine-loop") -> None:
         self.loop = asyncio.new_event_loop()
@@ -51,14 +48,6 @@ class LoopThread:
         finally:
             with cls._shared_lock:
                 cls._shared = None
-
-    @classmethod
-    def shared(cls) -> LoopThread:
-        """Return the loop thread of this process, which starts when it is first asked for."""
-        with cls._shared_lock:
-            if cls._shared is None:
-                cls._shared = cls()
-            return cls._shared
 
     @property
     def is_current(self) -> bool:
@@ -124,17 +113,7 @@ class LoopThread:
             self.loop.close()
 
 
+@atexit.register
 def _stop_shared() -> None:
     if LoopThread._shared is not None:
         LoopThread._shared.stop()
-
-
-def _forget_after_fork() -> None:
-    # A forked child has the object but not the thread; and the loop's descriptors are its parent's loop's,
-    # too.
-    LoopThread._shared = None
-    LoopThread._shared_lock = threading.Lock()
-
-
-atexit.register(_stop_shared)
-os.register_at_fork(after_in_child=_forget_after_fork)

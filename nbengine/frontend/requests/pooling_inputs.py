@@ -85,17 +85,21 @@ class PoolingInputs:
         """Return the prompt, tokenized if it has to be cut to `truncate_prompt_tokens`.
 
         The first tokens are kept, and with a text also the special tokens around it.
+
+        Raises:
+            InvalidArgumentError: that is longer than the model's context, or a text's special tokens are more.
         """
-        if params.truncate_prompt_tokens is None:
+        asked = params.truncate_prompt_tokens
+        if asked is None:
             return prompt
-        length = self._checked_length(params.truncate_prompt_tokens)
+        length = self._checked_length(asked)
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         if not isinstance(prompt, Mapping):
             return list(prompt)[:length] if is_ordered(prompt) else prompt
         tokens = prompt.get("prompt_token_ids")
         if tokens is None and isinstance(prompt.get("prompt"), str):
-            tokens = self._encode(prompt["prompt"], None, length).ids
+            tokens = self._encode(prompt["prompt"], None, asked).ids
         return prompt if tokens is None else {**prompt, "prompt_token_ids": list(tokens)[:length]}
 
     def fitted_embeds(self, embeds: PromptEmbeds, params: PoolingParams) -> PromptEmbeds:
@@ -115,9 +119,11 @@ class PoolingInputs:
         begins.
 
         With `truncate_prompt_tokens` the longer text is cut first.
+
+        Raises:
+            InvalidArgumentError: that is longer than the model's context, or the special tokens are more.
         """
-        length = params.truncate_prompt_tokens
-        encoding = self._encode(text_1, text_2, None if length is None else self._checked_length(length))
+        encoding = self._encode(text_1, text_2, params.truncate_prompt_tokens)
         start = encoding.type_ids.index(1) if 1 in encoding.type_ids else None
         pair = msgspec.structs.replace(params, second_segment_start=start, truncate_prompt_tokens=None)
         return {"prompt_token_ids": encoding.ids}, pair
@@ -143,18 +149,28 @@ class PoolingInputs:
             raise InvalidArgumentError("truncate_prompt_tokens", length, allowed)
         return self.max_model_len if length == -1 else length
 
-    def _encode(self, text: str, pair: str | None, length: int | None) -> Encoding:
+    def _room(self, asked: int, *, is_pair: bool) -> int:
+        """Return how many tokens of its texts a prompt cut to `asked` tokens has beside the special ones."""
+        length = self._checked_length(asked)
+        special = self._tokenizer.num_special_tokens_to_add(is_pair)
+        if length < special:
+            name = "max_model_len" if asked == -1 else "truncate_prompt_tokens"
+            texts = "two texts judged together" if is_pair else "a text"
+            raise InvalidArgumentError(name, length, f"at least {special}, the special tokens around {texts}")
+        return length - special
+
+    def _encode(self, text: str, pair: str | None, truncate: int | None) -> Encoding:
         tokenizer = self._tokenizer
         require_utf8("prompt", text)
         if pair is not None:
             require_utf8("prompt", pair)
-        if length is None:
+        if truncate is None:
             [whole] = tokenizer.encode_batch_fast([text if pair is None else (text, pair)])
             return whole
+        room = self._room(truncate, is_pair=pair is not None)
         texts = [text] if pair is None else [text, pair]
         first, *others = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         second = others[0] if others else None
-        room = max(0, length - tokenizer.num_special_tokens_to_add(pair is not None))
         if second is None:
             first.truncate(room)
         else:

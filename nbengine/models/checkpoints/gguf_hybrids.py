@@ -21,6 +21,10 @@ _GRANITE_SCALES = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_SHARED, _TURNS = "expert_shared_feed_forward_length", "rope.scaling.finetuned"
+_CONVERT_AGAIN = (
+    "Convert the model again with llama.cpp's convert_hf_to_gguf.py, or use its safetensors files"
+)
 
 
 def qwen35(header: GGUFHeader) -> Entries:
@@ -61,17 +65,24 @@ def _recurrent_layers(header: GGUFHeader) -> list[bool]:
 
 def granite(header: GGUFHeader) -> Entries:
     """Return the entries of Granite: with recurrent layers, with a block beside the experts, or without a rotary
-    embedding it is a variant of Granite 4, else one of Granite 3. Bamba is like Granite 4, without scales."""
+    embedding it is a variant of Granite 4, else one of Granite 3. Bamba's files name the same architecture as those
+    of Granite 4 with recurrent layers.
+
+    Raises:
+        ModelLoadError: the file does not tell the two apart, or lacks the scale of Granite's attention.
+    """
     arch = header.architecture
     scales = {
         hf: header.number(f"{arch}.{key}")
         for hf, key in _GRANITE_SCALES.items()
         if f"{arch}.{key}" in header.metadata
     }
-    if arch == "granitehybrid" and not scales and not header.integer_or(f"{arch}.expert_count", 0):
-        return _bamba(header)
-    shared = header.integer_or(f"{arch}.expert_shared_feed_forward_length", 0)
-    has_rope = header.metadata.get(f"{arch}.rope.scaling.finetuned", True)
+    if arch == "granitehybrid":
+        if _is_bamba(header, has_scales=bool(scales)):
+            return _bamba(header)
+        _check_attention_scale(header)
+    shared = header.integer_or(f"{arch}.{_SHARED}", 0)
+    has_rope = header.metadata.get(f"{arch}.{_TURNS}", True)
     if arch != "granitehybrid" and not shared and has_rope:
         return scales
     num_experts = header.integer_or(f"{arch}.expert_count", 0)
@@ -87,14 +98,43 @@ def granite(header: GGUFHeader) -> Entries:
     }
     if num_experts and not shared:
         raise ModelLoadError(
-            f"{header.path}: {arch}.expert_shared_feed_forward_length is missing; experts without a block that all "
+            f"{header.path}: {arch}.{_SHARED} is missing; experts without a block that all "
             "tokens share are supported in granitemoe files"
         )
     return entries if arch != "granitehybrid" else {**entries, **_state_space(header)}
 
 
+def _is_bamba(header: GGUFHeader, *, has_scales: bool) -> bool:
+    """Tell whether a file is one of Bamba, which has neither scales nor experts nor a block beside them, and whose
+    heads are turned; llama.cpp's converter says of every model whether its heads are.
+
+    Raises:
+        ModelLoadError: nothing tells.
+    """
+    arch = header.architecture
+    counts = [header.integer_or(f"{arch}.{key}", 0) for key in ("expert_count", _SHARED)]
+    if has_scales or any(counts):
+        return False
+    key = f"{arch}.{_TURNS}"
+    if key not in header.metadata:
+        raise ModelLoadError(
+            f"{header.path}: {key} is missing, which is true for Bamba and false for Granite 4. {_CONVERT_AGAIN}"
+        )
+    return bool(header.metadata[key])
+
+
+def _check_attention_scale(header: GGUFHeader) -> None:
+    """Refuse a file of Granite 4 without the scale of its attention: transformers takes 1 where nothing is said,
+    llama.cpp the usual scale, and published models have neither."""
+    key = f"{header.architecture}.attention.scale"
+    if key not in header.metadata and any(_kv_heads(header)):
+        raise ModelLoadError(
+            f"{header.path}: {key} is missing, without which Granite 4 cannot run. {_CONVERT_AGAIN}"
+        )
+
+
 def _bamba(header: GGUFHeader) -> Entries:
-    """Return the entries of Bamba, which has the architecture of Granite 4 and none of its scales."""
+    """Return the entries of Bamba, which has the layers of Granite 4 and none of its scales."""
     space = _state_space(header)
     types = space.pop("layer_types")
     return {

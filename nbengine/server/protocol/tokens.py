@@ -8,7 +8,7 @@ import msgspec
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """A text, or a conversation that is rendered first."""
+    """A text, or a conversation that is rendered first; a field of the one does not go with the other."""
 
     model: str | None = None
     prompt: str | None = None

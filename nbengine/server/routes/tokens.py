@@ -21,6 +21,8 @@ from nbengine.server.translate.chat_request import render_options, template_mess
 
 _tokenize_decoder = BodyDecoder(TokenizeRequest, "/tokenize")
 _detokenize_decoder = BodyDecoder(DetokenizeRequest, "/detokenize")
+_OF_CONVERSATIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+"""The fields that say how `messages` are rendered."""
 
 
 async def tokenize(request: Request) -> Response:
@@ -28,13 +30,33 @@ async def tokenize(request: Request) -> Response:
     asked = _tokenize_decoder.decode(await request.body())
     service = service_of(request)
     service.check_model(asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise bad_request("either prompt or messages must be given", "prompt", "missing_required_parameter")
+    _check_form(asked)
     tokens = await asyncio.to_thread(_tokens, service, asked)
     answer = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
     if asked.return_token_strs:
         answer["token_strs"] = service.tokenizer.convert_ids_to_tokens(tokens)
     return json_reply(answer)
+
+
+def _check_form(asked: TokenizeRequest) -> None:
+    """Raise the error for a body that is neither of the two forms, or has a field of one in the other, whose tokens
+    would not be those that are meant."""
+    if (asked.prompt is None) == (asked.messages is None):
+        raise bad_request("either prompt or messages must be given", "prompt", "missing_required_parameter")
+    if asked.prompt is not None:
+        for name in _OF_CONVERSATIONS:
+            if getattr(asked, name) is not None:
+                raise bad_request(
+                    f"{name} must be given with messages: a prompt is a text as it stands",
+                    name,
+                    "invalid_value",
+                )
+    elif asked.add_special_tokens:
+        raise bad_request(
+            "add_special_tokens must be given with prompt: the chat template writes those of messages",
+            "add_special_tokens",
+            "invalid_value",
+        )
 
 
 def _tokens(service: EngineService, asked: TokenizeRequest) -> list[int]:

@@ -8,20 +8,30 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from notebook_support.cockpit import MARKS, WHOLE, Cockpit, faults_of_layout, mixed, timeline_pixels
+from notebook_support.cockpit import (
+    MARKS,
+    WHOLE,
+    Cockpit,
+    Color,
+    DashboardView,
+    faults_of_layout,
+    mixed,
+    timeline_pixels,
+)
 from notebook_support.desk import Desk
 from notebook_support.lab import (
     NARROW,
     WIDE,
     reload,
+    run_command,
     save,
     screenshot,
     set_theme,
     set_width,
 )
 from notebook_support.paced import start_line
+from playwright.sync_api import Page, expect
 from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
-from playwright.sync_api import expect
 
 from nbengine.widgets.dashboard.palette import CACHED_OPACITY, ROLES
 
@@ -134,6 +144,77 @@ def test_everything_can_be_read_wide_and_narrow_light_and_dark(
                 assert faults_of_layout(cockpit.output(cell)) == [], (kind, name)
     assert len(grounds) == 2
     assert len(pictures) == 4
+
+
+def test_a_dashboard_pops_out_into_a_window_that_goes_on_and_has_the_notebook_s_theme(
+    hostile: tuple[Cockpit, dict[str, int]],
+) -> None:
+    cockpit, cells = hostile
+    page, output = cockpit.page, cockpit.output(cells["dashboard"])
+    board = cockpit.board(cells["dashboard"])
+    board.look()
+    with page.expect_popup() as opening:
+        board.root.get_by_role("button", name="Pop out").click()
+    own = DashboardView(opening.value, opening.value.locator(".nbe-dash"))
+    expect(output.locator(".nbe-away")).to_contain_text("shown in its own window")
+    expect(output.locator(".nbe-still")).to_be_hidden()
+    own.wait_until_live()
+    steps = own.num_steps
+    cockpit.run("%%generate -a -o popped --raw --max-tokens 400 --set ignore_eos=true\nOnce")
+    # The newest of the requests that have ended is the first one of the table.
+    expect(own.root.locator("tbody tr").first.locator(".nbe-bar").nth(1)).to_have_text(re.compile("^400 / "))
+    assert own.num_steps >= steps + 400
+    own.root.get_by_role("button", name="The last hour").click()
+    expect(own.root.get_by_role("img", name="tokens/s")).to_be_visible()
+    for dark in (True, False):
+        set_theme(page, dark=dark)
+        theme = "dark" if dark else "light"
+        expect(own.root).to_have_attribute("data-theme", theme)
+        assert own.ground == color_of(page, "--jp-layout-color1")
+        own.wait_for_color("map", mixed(ROLES["cached"], CACHED_OPACITY, own.ground))
+        own.wait_until_settled()
+        screenshot(own.page, f"dashboard-window-hour-{theme}")
+        screenshot(output, f"dashboard-window-notebook-{theme}")
+        assert faults_of_layout(own.root) == []
+        assert faults_of_layout(output) == []
+    own.root.get_by_role("button", name="Steps, requests and blocks as they are").click()
+    own.wait_until_settled()
+    screenshot(own.page, "dashboard-window-now")
+    own.page.close()
+    expect(output.locator(".nbe-away")).to_have_count(0)
+    board.wait_until_live()
+    assert board.num_steps >= steps + 400
+    cockpit.run("%%generate --raw --max-tokens 40 --set ignore_eos=true\nOnce")
+    board.look()
+    page.wait_for_function(
+        "([slider, steps]) => Number(slider.max) >= steps + 440",
+        arg=[board.root.locator(".nbe-slider").element_handle(), steps],
+    )
+    # A cell that is deleted takes its dashboard's window along.
+    other = cockpit.dashboard("%dashboard")
+    with page.expect_popup() as opening:
+        other.root.get_by_role("button", name="Pop out").click()
+    expect(opening.value.locator(".nbe-name")).to_have_text("real")
+    with opening.value.expect_event("close"):
+        run_command(page, "notebook:delete-cell")
+    board.look()
+    board.wait_until_live()
+
+
+def color_of(page: Page, variable: str) -> Color:
+    """The value of a variable of the notebook's theme, as a colour."""
+    text = page.evaluate(
+        """(name) => {
+            const probe = document.body.appendChild(document.createElement("i"));
+            probe.style.color = `var(${name})`;
+            const { color } = getComputedStyle(probe);
+            probe.remove();
+            return color;
+        }""",
+        variable,
+    )
+    red, green, blue = (int(part) for part in re.findall(r"\d+", text)[:3])
+    return red, green, blue
 
 
 def test_the_keyboard_sorts_a_grid_by_its_scores_and_leaves_the_rows_that_differ(

@@ -248,6 +248,8 @@ def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> 
     engine.run(2, arrivals=0)
     snapshot = engine.snapshot()
     page.mount(snapshot=snapshot)
+    # The browser says that it is in sight in its own time.
+    page.page.wait_for_function("() => models[0].sent.some((m) => m.kind === 'alive')")
     page.page.clock.run_for(100)
     assert page.text(".nbe-banner").endswith(", asking the kernel for more …")
     page.page.clock.run_for(2500)
@@ -471,7 +473,7 @@ def test_everything_can_be_reached_by_tab(open_page: OpenPage, chromium: Browser
     page.mount()
     page.deliver(frame(steps=STEPS, requests=[request(0)], words=[word(0)]))
     reached = []
-    for _ in range(16):
+    for _ in range(17):
         page.page.keyboard.press("Tab")
         label = page.page.evaluate("document.activeElement.getAttribute('aria-label') ?? ''")
         reached.append(label.split(".")[0])
@@ -479,7 +481,8 @@ def test_everything_can_be_reached_by_tab(open_page: OpenPage, chromium: Browser
             # Its keys are not the notebook's.
             assert page.page.evaluate("document.activeElement.dataset.lmSuppressShortcuts") == "true", label
     assert [label.split(",")[0] for label in reached[:3]] == ["Steps", "The last hour", "The last day"]
-    assert reached[3:15] == [
+    assert reached[3:16] == [
+        "Pop out into a window of its own",
         "KV block map",
         "Pause",
         "Position among the last steps",

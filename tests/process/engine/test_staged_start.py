@@ -16,9 +16,12 @@ import psutil
 import pytest
 from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, fake_config, wait_for
 
+from nbengine.client import making
 from nbengine.client.engines.launch import bury_child, host_exit, launch_engine
-from nbengine.config import ParallelConfig
-from nbengine.runtime.connection import connection_file
+from nbengine.client.threads.loop_thread import LoopThread
+from nbengine.config import EngineConfig, ParallelConfig
+from nbengine.errors import EngineStartError
+from nbengine.runtime.connection import ConnectionInfo, connection_file
 from tests.support.thorough import amount
 
 pytestmark = pytest.mark.fresh_processes
@@ -89,6 +92,28 @@ def test_a_host_that_is_told_to_end_while_it_imports_leaves_nothing_behind(
     assert not Path(info.tensor_dir).exists()
     assert not connection_file(info.name).exists()
     bury_child(info.run_dir)
+
+
+def make_of_loop(config: EngineConfig) -> object:
+    return making.make_async_mp_client(config, LoopThread.shared())
+
+
+@pytest.mark.parametrize("make", [making.make_client, make_of_loop])
+def test_an_engine_that_has_ended_before_it_has_a_client_is_told_with_its_cause(
+    own_directories, monkeypatch, make
+) -> None:
+    def launch_and_end(config: EngineConfig, *, name: str | None) -> ConnectionInfo:
+        info = launch_engine(config, name=name)
+        os.kill(info.host_pid, signal.SIGTERM)
+        wait_for(lambda: not info.host_alive, "the end of the host")
+        return info
+
+    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH)
+    monkeypatch.setattr(making, "launch_engine", launch_and_end)
+    with pytest.raises(EngineStartError, match=r"host process \(pid \d+\) exited with status 0") as caught:
+        make(fake_config())
+    assert "the engine was ended by SIGTERM" in str(caught.value)
+    assert files_in(own_directories) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -281,9 +281,12 @@ def make_copies(line: socket.socket) -> None:
             content, *descriptors = descriptors
             size = os.fstat(content).st_size
             _become(pickle.loads(os.pread(content, size, 0)), descriptors)
-        for end in (pid_writer, begin_writer, begin_reader):
+        for end in (pid_writer, begin_reader):
             os.close(end)
+        # The copy begins once it has its next parent: a process that ends closes its files before that, and a copy
+        # that began then would see its parent change.
         os.waitpid(between, 0)
+        os.close(begin_writer)
         line.sendall(os.read(pid_reader, PID_BYTES))
         for descriptor in (pid_reader, *descriptors):
             os.close(descriptor)

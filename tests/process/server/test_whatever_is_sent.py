@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,9 +56,11 @@ TRIED = [
 
 
 def in_json(value: Any) -> Any:
-    """A value that a body can hold."""
+    """A value that a body can hold: JSON has no word for infinity. What is no JSON is another test's."""
     if isinstance(value, bytes):
         return value.decode("latin-1")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, dict):
         return {str(key): in_json(item) for key, item in value.items()}
     return [in_json(item) for item in value] if isinstance(value, list) else value

@@ -68,5 +68,16 @@ async def test_a_loop_that_runs_already_is_the_shared_one_until_the_end_of_the_b
     assert LoopThread._shared is None
 
 
+def test_no_loop_is_adopted_where_a_shared_one_runs() -> None:
+    LoopThread.shared()
+
+    async def adopt() -> None:
+        with LoopThread.adopted():
+            pass
+
+    with pytest.raises(NBEngineError, match="runs already"):
+        asyncio.run(adopt())
+
+
 async def _name() -> str:
     return threading.current_thread().name

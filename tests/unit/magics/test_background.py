@@ -9,7 +9,6 @@ import time
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation import background
 from nbengine.magics.generation.background import Background, Beat
 from nbengine.magics.generation.view import UPDATE_SECONDS, CellView, pause_after
 from tests.unit.magics.conftest import FakeClient
@@ -121,15 +120,6 @@ async def test_an_unexpected_error_is_told_as_that_of_a_thread_is(monkeypatch: p
     assert (told[0].exc_type, str(told[0].exc_value)) == (OSError, "no room")
     assert told[0].thread is not None
     assert told[0].thread.name == "nbengine-background"
-
-
-def test_a_forked_child_has_a_thread_of_its_own() -> None:
-    parents = Background.shared()
-    background._forget_after_fork()
-    try:
-        assert Background.shared() is not parents
-    finally:
-        Background._shared = parents
 
 
 def test_many_cells_together_are_updated_several_times_a_second() -> None:

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from word_tokenizer import SPECIAL, WORDS, bert_tokenizer
 
 from nbengine import LLM, PoolingParams
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 from nbengine.models.checkpoints.tiny import random_tiny
 
-SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
-WORDS = [f"w{index}" for index in range(60)]
 TEXTS = [" ".join(WORDS[start : start + length]) for start, length in ((0, 3), (5, 20), (30, 1), (10, 9))]
 SIZES: dict[str, Any] = {
     "vocab_size": len(SPECIAL) + len(WORDS),
@@ -33,20 +31,6 @@ SIZES: dict[str, Any] = {
 }
 
 MakeModel = Callable[..., tuple[LLM, PreTrainedModel, PreTrainedTokenizerFast]]
-
-
-def bert_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
-    )
 
 
 @pytest.fixture
@@ -115,12 +99,12 @@ def test_a_cross_encoder_scores_pairs_by_the_sigmoid_of_its_logit(
         llm.score({"prompt_token_ids": [5]}, "w1", use_tqdm=False)
 
 
-@pytest.mark.parametrize("length", [4, 7, 12, 20])
+@pytest.mark.parametrize("length", [3, 4, 7, 12, 20])
 def test_pairs_are_truncated_longest_first_as_transformers_does_it(
     length: int, make_model: MakeModel
 ) -> None:
     llm, oracle, tokenizer = make_model("Bert", 1)
-    for pair in ((TEXTS[1], TEXTS[3]), (TEXTS[2], TEXTS[1])):
+    for pair in ((TEXTS[1], TEXTS[3]), (TEXTS[2], TEXTS[1]), (TEXTS[1], TEXTS[1])):
         want = tokenizer(
             *pair,
             truncation="longest_first",
@@ -132,6 +116,41 @@ def test_pairs_are_truncated_longest_first_as_transformers_does_it(
         assert output.prompt_token_ids == want["input_ids"][0].tolist()
         score = float(logits_of(oracle, want).sigmoid())
         assert output.outputs.score == pytest.approx(score, abs=1e-5)
+
+
+def test_fewer_tokens_than_the_special_ones_are_refused(make_model: MakeModel) -> None:
+    llm, _, tokenizer = make_model("Bert", 1)
+    # The tokenizer of transformers does not cut at all then: it has no such length, either.
+    assert len(tokenizer(*TEXTS[:2], truncation="longest_first", max_length=2)["input_ids"]) > 3
+    for length in (1, 2):
+        with pytest.raises(InvalidArgumentError) as refused:
+            llm.score(TEXTS[0], TEXTS, truncate_prompt_tokens=length, use_tqdm=False)
+        assert str(refused.value) == (
+            "truncate_prompt_tokens must be at least 3, the special tokens around two texts judged together, "
+            f"got {length}"
+        )
+    params = PoolingParams(truncate_prompt_tokens=1)
+    for asked in (llm.classify, llm.encode):
+        with pytest.raises(InvalidArgumentError) as refused:
+            asked([TEXTS[1], {"prompt": TEXTS[0]}], pooling_params=params, use_tqdm=False)
+        assert str(refused.value) == (
+            "truncate_prompt_tokens must be at least 2, the special tokens around a text, got 1"
+        )
+    # Token ids have what their caller has put around them.
+    (output,) = llm.classify({"prompt_token_ids": [5, 6, 7]}, truncate_prompt_tokens=1, use_tqdm=False)
+    assert output.prompt_token_ids == [5]
+    for length in (2, 3):
+        (output,) = llm.classify(TEXTS[1], truncate_prompt_tokens=length, use_tqdm=False)
+        want = tokenizer(TEXTS[1], truncation=True, max_length=length)["input_ids"]
+        assert output.prompt_token_ids == want
+
+
+def test_a_context_without_room_for_the_special_tokens_is_named(make_model: MakeModel) -> None:
+    llm, _, _ = make_model("Bert", 1, max_model_len=2)
+    with pytest.raises(
+        InvalidArgumentError, match=r"^max_model_len must be at least 3, the special tokens.*got 2$"
+    ):
+        llm.score(TEXTS[0], TEXTS[1], truncate_prompt_tokens=-1, use_tqdm=False)
 
 
 def test_one_label_is_refused_where_a_text_count_does_not_fit(tmp_path: Path) -> None:

@@ -65,6 +65,9 @@ class Answer:
     aborted: bool = False
     goes_on: bool = False
     """It was taken back before it had begun, and is another engine core's now."""
+    num_known: int = 0
+    """The tokens that it had when it was admitted last."""
+    was_preempted: bool = False
 
     @property
     def done(self) -> bool:
@@ -77,6 +80,8 @@ class InFlight:
 
     plan: SchedulerOutput
     answers: dict[str, Answer]
+    phase: str
+    """"decode", "prefill" or "recompute"."""
 
 
 class Simulation:
@@ -103,6 +108,8 @@ class Simulation:
         self.to_be_told: dict[int, list[str]] = {}
         """Requests of each client that have ended without its doing."""
         self.steps_needed = 1
+        self.phases: Counter[str] = Counter()
+        """The steps that have been answered, by phase."""
 
     def _tick(self) -> float:
         self.now += 1.0
@@ -220,9 +227,26 @@ class Simulation:
         TOTALS["resumed"] += len(plan.scheduled_cached_reqs.resumed_req_ids)
         TOTALS["drafts"] += sum(map(len, plan.scheduled_spec_decode_tokens.values()))
         self._check_first_stage(plan)
-        self.in_flight.append(InFlight(plan, {r: self.live[r] for r in plan.num_scheduled_tokens}))
+        answers = {r: self.live[r] for r in plan.num_scheduled_tokens}
+        self.in_flight.append(InFlight(plan, answers, self._phase_of(plan)))
         self.check()
         return plan
+
+    def _phase_of(self, plan: SchedulerOutput) -> str:
+        """Say what a step does: some tokens that a request had at its admission are computed, or none are."""
+        cached = plan.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts.update((new.req_id, new.num_computed_tokens) for new in plan.scheduled_new_reqs)
+        for req_id in [*cached.resumed_req_ids, *(new.req_id for new in plan.scheduled_new_reqs)]:
+            answer = self.live[req_id]
+            answer.num_known = len(answer.prompt) + len(answer.tokens)
+            answer.was_preempted = req_id in cached.resumed_req_ids
+        reading = [
+            self.live[req_id] for req_id, start in starts.items() if start < self.live[req_id].num_known
+        ]
+        if not reading:
+            return "decode"
+        return "recompute" if any(answer.was_preempted for answer in reading) else "prefill"
 
     def _has_runnable(self) -> bool:
         """Return whether there are requests that the pause lets go on."""
@@ -269,6 +293,11 @@ class Simulation:
         assert got.keys() == expected.keys()
         assert read == self._read_by(step)
         self.reference.answered = plan.step
+        self.phases[step.phase] += 1
+        TOTALS[f"steps of {step.phase}"] += 1
+        stats = self.scheduler.make_stats()
+        assert stats.num_prefill_steps == self.phases["prefill"]
+        assert stats.num_recompute_steps == self.phases["recompute"]
         for req_id, tokens in expected.items():
             num_drafts = len(plan.scheduled_spec_decode_tokens.get(req_id, ()))
             TOTALS["drafts accepted"] += len(tokens) - 1

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import base64
 import struct
+from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 from scripted_engine import MAX_MODEL_LEN, ScriptedEngine, http_to
+from word_tokenizer import bert_tokenizer
 
+from nbengine.config import EngineConfig, ModelConfig
 from nbengine.errors import InvalidArgumentError, RequestError
+from nbengine.frontend.requests.pooling_inputs import PoolingInputs
+from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.sampling_params import PoolingParams
 from nbengine.server.protocol.pooling import EmbeddingRequest
 
@@ -82,6 +88,53 @@ async def test_a_wrong_field_is_refused_by_name(path: str, fields: dict[str, Any
         reply = await http.post(path, json=fields)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
+
+
+class _WithTokenizer(ScriptedEngine):
+    """A scripted engine that cuts texts as the real one does, and judges pairs of them."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        config = EngineConfig(model=ModelConfig("tiny", directory=str(directory)))
+        hf_config = {"architectures": ["BertForSequenceClassification"], "hidden_size": 16}
+        tasks = ("embed", "score", "classify")
+        tokenizer = bert_tokenizer().backend_tokenizer
+        self.input_processor.pooling = PoolingInputs(config, hf_config, tokenizer, MAX_MODEL_LEN, tasks)
+
+    async def encode(
+        self, prompt: Any, pooling_params: PoolingParams | None = None, *args: Any, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        assert pooling_params is not None
+        prompt = self.input_processor.pooling.truncated(prompt, pooling_params)
+        tokens = "x" * len(prompt["prompt_token_ids"])
+        async for output in super().encode(tokens, pooling_params, *args, **options):
+            yield output
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "least"),
+    [
+        ("/v1/embeddings", {"input": ["w1 w2 w3", "w4"]}, 2),
+        ("/classify", {"input": "w1 w2 w3"}, 2),
+        ("/score", {"text_1": "w1 w2", "text_2": ["w3 w4", "w5"]}, 3),
+        ("/rerank", {"query": "w1 w2", "documents": ["w3 w4", "w5"]}, 3),
+    ],
+)
+async def test_fewer_tokens_than_the_special_ones_are_refused(
+    path: str, fields: dict[str, Any], least: int, tmp_path: Path
+) -> None:
+    async with http_to(_WithTokenizer(tmp_path)) as http:
+        for length in range(1, least):
+            refused = await http.post(path, json={**fields, "truncate_prompt_tokens": length})
+            error = refused.json()["error"]
+            found = (refused.status_code, error["type"], error["param"], error["code"])
+            assert found == (400, "invalid_request_error", "truncate_prompt_tokens", "invalid_value")
+            assert f"at least {least}" in error["message"]
+            assert error["message"].endswith(f"got {length}")
+        for length in (least, least + 1):
+            answered = await http.post(path, json={**fields, "truncate_prompt_tokens": length})
+            num_prompts = 1 if isinstance(fields.get("input"), str) else 2
+            assert answered.json()["usage"]["prompt_tokens"] == num_prompts * length
 
 
 TOO_LONG = "x" * (MAX_MODEL_LEN + 1)
@@ -189,6 +242,12 @@ WRONG = [
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
     ("/tokenize", {"messages": "a"}, "messages"),
+    ("/tokenize", {"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+    ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+    ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+    ("/tokenize", {"messages": [], "add_special_tokens": True}, "add_special_tokens"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
     ("/detokenize", {"tokens": [True]}, "tokens[0]"),
@@ -209,6 +268,23 @@ async def test_whatever_is_wrong_is_refused_by_name_and_reaches_no_engine() -> N
                 wrong[f"{path} {str(fields)[:80]}"] = found, error["message"][:120]
     assert not wrong
     assert not engine.pooled
+
+
+async def test_a_text_and_a_conversation_are_tokenized_with_the_fields_of_their_own_form() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": False}
+    rendering = {"tools": tools, "add_generation_prompt": False, "chat_template_kwargs": {"x": 1}}
+    engine = ScriptedEngine()
+    async with http_to(engine) as http:
+        text = (await http.post("/tokenize", json={"prompt": "ab", "add_special_tokens": True})).json()
+        assert text["tokens"] == [ord("a"), ord("b")]
+        # Null means the same as to leave a field out.
+        nothing = dict.fromkeys([*rendering, "continue_final_message", "messages"])
+        assert (await http.post("/tokenize", json={"prompt": "ab", **nothing})).json() == text
+        chat = (await http.post("/tokenize", json={**said, **rendering, "prompt": None})).json()
+    assert chat["tokens"] == list(map(ord, "user: a\n"))
+    assert engine.messages == said["messages"]
+    assert engine.render_options.items() >= rendering.items()
 
 
 async def test_a_request_that_the_engine_refuses_fails_as_a_whole() -> None:

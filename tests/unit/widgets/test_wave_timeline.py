@@ -19,7 +19,9 @@ from nbengine.widgets.waves.timeline_text import COLUMNS
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def core(rank: int, steps: int, dummies: int = 0, requests: int = 0) -> SchedulerStats:
+def core(
+    rank: int, steps: int, dummies: int = 0, requests: int = 0, reading: int = 0, again: int = 0
+) -> SchedulerStats:
     """Make the statistics of an engine core in lock step, whose step counter begins again with each wave."""
     return SchedulerStats(
         engine_index=rank,
@@ -27,6 +29,8 @@ def core(rank: int, steps: int, dummies: int = 0, requests: int = 0) -> Schedule
         step_counter=(steps + dummies) % 7,
         num_dummy_steps=dummies,
         workers=[WorkerStats(0, 1, steps)],
+        num_prefill_steps=reading,
+        num_recompute_steps=again,
     )
 
 
@@ -78,10 +82,14 @@ def test_steps_that_are_reported_when_the_wave_is_over_belong_to_it() -> None:
     recorder = WaveRecorder("moe", lock_step=True)
     recorder.take(snapshot(1.0, 0, True, core(0, 0)))
     recorder.take(snapshot(2.0, 1, False, core(0, 10)))
-    recorder.take(snapshot(3.0, 1, False, core(0, 10, 22)))
+    recorder.take(snapshot(3.0, 1, False, core(0, 10, 22, reading=4, again=2)))
     timeline = recorder.timeline()
     assert timeline.waves == [WaveSpan(0, 0.0, 1.0)]
     assert [(span.ranks[0].steps, span.ranks[0].dummy_steps) for span in timeline.spans] == [(10, 22), (0, 0)]
+    assert [(span.ranks[0].prefill_steps, span.ranks[0].recompute_steps) for span in timeline.spans] == [
+        (4, 2),
+        (0, 0),
+    ]
 
 
 def test_an_engine_core_that_is_started_again_counts_from_the_start_and_one_that_joins_is_absent_before() -> (
@@ -159,16 +167,18 @@ def test_totals_are_whole_however_late_the_reports_come(seed: int) -> None:
     # Of histories with any numbers of digits one in ten has shares whose sum is off by a rounding.
     chooser = random.Random(seed)
     recorder = WaveRecorder("moe", lock_step=True)
-    moment, steps = 1.0, 0
+    moment, steps, reading = 1.0, 0, 0
     recorder.take(snapshot(moment, 0, True, core(0, steps)))
     for _ in range(12):
         moment, steps = (
             moment + chooser.uniform(0.001, 3),
             steps + chooser.choice([0, 0, chooser.randrange(50)]),
         )
-        recorder.take(snapshot(moment, 0, True, core(0, steps, 2 * steps)))
+        # The scheduler may count a step before the workers do.
+        reading = min(steps + 1, reading + chooser.choice([0, 1, 3]))
+        recorder.take(snapshot(moment, 0, True, core(0, steps, 2 * steps, reading=reading)))
     total = recorder.timeline().total(0)
-    assert (total.steps, total.dummy_steps) == (steps, 2 * steps)
+    assert (total.steps, total.dummy_steps, total.prefill_steps) == (steps, 2 * steps, reading)
 
 
 def test_before_the_first_snapshots_there_is_nothing_to_show() -> None:
@@ -246,16 +256,37 @@ def test_the_picture_has_the_dashboards_colours_and_shows_who_waits_and_who_was_
     recorder = WaveRecorder("dense", lock_step=False)
     for at, (running, waiting, preemptions) in enumerate([(1, 0, 0), (2, 3, 0), (2, 4, 2), (2, 4, 2)]):
         stats = SchedulerStats(0, running, waiting, num_preemptions=preemptions, step_counter=10 * at)
+        stats.num_prefill_steps, stats.num_recompute_steps = min(5, 4 * at), preemptions
         recorder.take(EngineStats([stats], timestamp=float(at)))
     timeline = recorder.timeline()
     total = timeline.total(0)
     assert (total.num_requests, total.num_waiting, total.preemptions) == (6, 4, 2)
+    assert (total.steps, total.prefill_steps, total.recompute_steps) == (30, 5, 2)
     svg = timeline.svg()
     colours = {
         colour for attribute in ("fill", "stroke") for colour in re.findall(f'{attribute}="(#.*?)"', svg)
     }
-    assert colours == {ROLES[role] for role in ("running", "waiting", "preempted", "free")}
-    assert {"requests that wait", "preempted"} <= {
-        node.text for node in ElementTree.fromstring(svg).iter(f"{SVG}text")
-    }
+    roles = ("decode", "prefill", "recompute", "running", "waiting", "preempted", "free")
+    assert colours == {ROLES[role] for role in roles}
+    root = ElementTree.fromstring(svg)
+    texts = {node.text for node in root.iter(f"{SVG}text")}
+    assert {"decode steps", "with prefill", "with recomputation", "that wait", "preempted"} <= texts
+    assert "30 steps, 5 with prefill, 2 with recomputation, at most 6 requests" in texts
     assert [state.preemptions for state in timeline.columns(0, 3) if state is not None] == [0, 2, 0]
+    ticks = [
+        path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("stroke") == ROLES["preempted"]
+    ]
+    assert sum(path.count("m") for path in ticks) == 2, "a tick for each preemption"
+    # In each second, the parts of the bar are as high as the shares of the steps, and fill it.
+    (row,) = (group for group in root.iter(f"{SVG}g") if group.get("data-rank") is not None)
+    heights: dict[float, dict[str, float]] = {}
+    for rect in row.iter(f"{SVG}rect"):
+        heights.setdefault(float(rect.get("x", "")), {})[rect.get("fill", "")] = float(rect.get("height", ""))
+    bars = [heights[x] for x in sorted(heights)]
+    assert [set(bar) for bar in bars] == [
+        {ROLES["decode"], ROLES["prefill"]},
+        {ROLES["decode"], ROLES["prefill"], ROLES["recompute"]},
+        {ROLES["decode"]},
+    ]
+    assert [round(sum(bar.values()), 1) for bar in bars] == [26.0] * 3
+    assert bars[0][ROLES["prefill"]] == pytest.approx(26 * 0.4, abs=0.06)

@@ -11,7 +11,7 @@ export class Aborts {
     this.app = app;
     this.changed = changed;
     this.said = new Map();
-    this.timers = new Map();
+    this.timers = new Map(); // functions that stop them
   }
 
   // Return the text beside a request, or null where no abort was asked for.
@@ -34,7 +34,7 @@ export class Aborts {
       this.say(request, NO_ANSWER);
       return;
     }
-    this.timers.set(key, setTimeout(() => this.unanswered(request), ANSWER_MS));
+    this.timers.set(key, this.app.page.after(ANSWER_MS, () => this.unanswered(request)));
     this.say(request, "aborting …");
   }
 
@@ -71,7 +71,7 @@ export class Aborts {
   }
 
   forgetTimer(request) {
-    clearTimeout(this.timers.get(this.key(request)));
+    this.timers.get(this.key(request))?.();
     this.timers.delete(this.key(request));
   }
 
@@ -91,10 +91,5 @@ export class Aborts {
   keepOnly(requests) {
     const keys = new Set(requests.map((request) => this.key(request)));
     for (const key of this.said.keys()) if (!keys.has(key)) this.said.delete(key);
-  }
-
-  destroy() {
-    for (const timer of this.timers.values()) clearTimeout(timer);
-    this.timers.clear();
   }
 }

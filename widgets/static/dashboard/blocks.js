@@ -21,8 +21,9 @@ export class BlockMap {
     this.isWhole = false; // every block is shown, not only the part of the cache that is in use
     this.blocks = new Uint32Array(0); // those that are shown: of now, or of an earlier moment
     this.shownTime = null; // that moment
-    this.askTimer = 0;
+    this.stopTimer = null; // while it is going to ask the kernel
     this.surface = new Surface(
+      app.page,
       {
         tabindex: "0",
         role: "application",
@@ -66,6 +67,7 @@ export class BlockMap {
       this.goTo(cell === null ? null : this.firstHeld(cell), [event.clientX, event.clientY]);
     });
     canvas.addEventListener("pointerleave", () => this.goTo(null));
+    this.app.page.attach(() => () => this.goTo(null));
     canvas.addEventListener("blur", () => this.goTo(null));
     canvas.addEventListener("keydown", (event) => this.key(event));
   }
@@ -133,12 +135,12 @@ export class BlockMap {
 
   // Ask the kernel for the block's contents, unless it was asked since the block last changed.
   ask() {
-    if (this.at === null || this.askTimer || this.shownTime !== null || this.isAsked()) return;
-    this.askTimer = setTimeout(() => {
-      this.askTimer = 0;
+    if (this.at === null || this.stopTimer || this.shownTime !== null || this.isAsked()) return;
+    this.stopTimer = this.app.page.after(ASK_MS, () => {
+      this.stopTimer = null;
       const { link, view } = this.app;
       if (this.shownTime === null && !this.isAsked()) link.askBlock(view.rank, this.at, view.current.blocks[this.at]);
-    }, ASK_MS);
+    });
   }
 
   isAsked() {
@@ -147,8 +149,8 @@ export class BlockMap {
   }
 
   stopAsking() {
-    clearTimeout(this.askTimer);
-    this.askTimer = 0;
+    this.stopTimer?.();
+    this.stopTimer = null;
   }
 
   lines() {
@@ -250,12 +252,6 @@ export class BlockMap {
     const label = this.isWhole ? "Show the part of the cache that is in use" : "Show every block";
     setAttribute(this.wholeButton, "aria-label", label);
     setAttribute(this.wholeButton, "title", label);
-  }
-
-  destroy() {
-    this.stopAsking();
-    this.occupancy.destroy();
-    this.surface.destroy();
   }
 }
 

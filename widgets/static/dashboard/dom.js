@@ -2,6 +2,7 @@
 
 const ATTRIBUTES = new Set(["class", "type", "title", "role", "tabindex", "min", "max", "step", "scope", "id", "for"]);
 
+// The page into which an element is put takes it over: until then it belongs to the script's.
 export function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -47,34 +48,39 @@ export function panel(name, title, ...beside) {
   return { node, head, body };
 }
 
-export function download(name, text) {
-  const address = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+export function download({ window, document }, name, text) {
+  const address = window.URL.createObjectURL(new window.Blob([text], { type: "application/json" }));
   const link = document.createElement("a");
   link.href = address;
   link.download = name.replace(/[^\w.-]+/g, "_") || "trace.json";
   link.click();
-  setTimeout(() => URL.revokeObjectURL(address), 10_000);
+  window.setTimeout(() => window.URL.revokeObjectURL(address), 10_000);
 }
 
 // A tooltip: there is one at a time, beside the pointer or a place in a panel, always inside the window. It
 // hangs at the page's body, because notebooks cut off what leaves an output.
 export class Tooltip {
-  constructor(root) {
-    this.root = root;
+  constructor(page) {
+    this.page = page;
     this.node = element("div", { class: "nbe-tip", "aria-hidden": "true" });
     this.node.hidden = true;
     this.owner = null;
-    document.body.append(this.node);
+    page.attach(({ document }) => {
+      document.body.append(this.node);
+      return () => this.node.remove();
+    });
   }
 
   // `lines` are texts; the first is the head.
   show(owner, x, y, lines) {
     this.owner = owner;
-    Object.assign(this.node.dataset, { theme: this.root.dataset.theme, contrast: this.root.dataset.contrast });
+    const { theme, contrast } = this.page.root.dataset;
+    Object.assign(this.node.dataset, { theme, contrast });
     this.node.replaceChildren(...lines.map((line) => element("div", {}, line)));
     this.node.hidden = false;
     const { width, height } = this.node.getBoundingClientRect();
-    const { clientWidth, clientHeight } = document.documentElement;
+    // The window without its scroll bars.
+    const { clientWidth, clientHeight } = this.page.document.scrollingElement;
     const left = x + 14 + width > clientWidth - 4 ? x - 14 - width : x + 14;
     const top = y + 16 + height > clientHeight - 4 ? y - 12 - height : y + 16;
     this.node.style.left = `${Math.max(4, Math.min(left, clientWidth - 4 - width))}px`;
@@ -86,25 +92,18 @@ export class Tooltip {
     this.owner = null;
     this.node.hidden = true;
   }
-
-  destroy() {
-    this.node.remove();
-  }
 }
 
 // Says things to screen readers, the newest only, and not more often than they can be heard.
 export class Announcer {
-  constructor() {
+  constructor(page) {
+    this.page = page;
     this.node = element("div", { class: "nbe-announcer", role: "status", "aria-live": "polite" });
-    this.timer = 0;
+    this.stop = null;
   }
 
   say(text) {
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => setText(this.node, text), 200);
-  }
-
-  destroy() {
-    clearTimeout(this.timer);
+    this.stop?.();
+    this.stop = this.page.after(200, () => setText(this.node, text));
   }
 }

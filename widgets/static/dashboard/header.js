@@ -67,7 +67,7 @@ class Tile {
     Object.assign(this, { app, read: { value, unit, number, below } });
     this.value = element("div", { class: "nbe-value" }, NOTHING);
     this.below = element("div", { class: "nbe-tail" });
-    this.course = new Surface({ role: "presentation" }, () => app.loop.invalidate(header));
+    this.course = new Surface(app.page, { role: "presentation" }, () => app.loop.invalidate(header));
     this.course.stage.classList.add("nbe-trend");
     const name = element("div", { class: "nbe-label" }, label);
     this.node = element("div", { class: "nbe-tile", role: "listitem", title }, name, this.value, this.below, this.course.stage);
@@ -148,7 +148,8 @@ export class Header {
     this.node = element(
       "header",
       { class: "nbe-header" },
-      element("div", { class: "nbe-title" }, this.state, this.goOn, this.name, this.model, this.topology, this.moment, ranges),
+      element("div", { class: "nbe-title" }, this.state, this.goOn, this.name, this.model, this.topology, this.moment, ranges, app.popout.button),
+      app.popout.said,
       element("div", { class: "nbe-tiles", role: "list" }, ...this.tiles.map((tile) => tile.node)),
       this.banner,
     );
@@ -212,9 +213,5 @@ export class Header {
     if (this.refusal) lines.push(this.refusal);
     setText(this.banner, lines.join(" — "));
     this.banner.hidden = !lines.length;
-  }
-
-  destroy() {
-    for (const tile of this.tiles) tile.course.destroy();
   }
 }

@@ -4,6 +4,8 @@ import { BlockMap } from "./blocks.js";
 import { Announcer, Tooltip, element, keepKeys, setAttribute } from "./dom.js";
 import { Header } from "./header.js";
 import { Link } from "./link.js";
+import { Page } from "./page.js";
+import { Popout } from "./popout.js";
 import { Requests } from "./requests.js";
 import { Scheduler } from "./scheduler.js";
 import { Store } from "./store.js";
@@ -23,12 +25,14 @@ class Dashboard {
     this.root = element("div", { class: "nbe-dash", role: "region", "aria-label": "Engine dashboard" });
     keepKeys(this.root);
     el.append(this.root);
+    this.page = new Page(this.root);
     this.store = new Store();
-    this.tooltip = new Tooltip(this.root);
-    this.announcer = new Announcer();
-    this.loop = new Loop(this.root, (isVisible) => this.visibilityChanged(isVisible));
-    this.view = new View(model, this.store, () => this.viewChanged());
-    this.link = new Link(model, this.store, (what) => this.changed(what));
+    this.tooltip = new Tooltip(this.page);
+    this.announcer = new Announcer(this.page);
+    this.loop = new Loop(this.page, (isVisible) => this.visibilityChanged(isVisible));
+    this.view = new View(this.page, model, this.store, () => this.viewChanged());
+    this.link = new Link(this.page, model, this.store, (what) => this.changed(what));
+    this.popout = new Popout(this, el);
     this.cross = null; // the time at the crosshair that goes through all panels
     this.trends = new Trends(this);
     this.header = new Header(this);
@@ -39,10 +43,9 @@ class Dashboard {
     this.requests = new Requests(this);
     this.panels = [this.trends, this.scheduler, this.blocks, this.timeline, this.waves, this.requests];
     this.parts = [this.header, ...this.panels];
-    this.theme = new Theme(this.root, () => this.repaint());
+    this.theme = new Theme(this.page, () => this.repaint());
     this.build();
-    this.observer = new ResizeObserver(() => this.loop.invalidate(...this.parts));
-    this.observer.observe(this.root);
+    this.page.watchSize(this.root, () => this.loop.invalidate(...this.parts));
     this.heightChanged = () => this.takeHeight();
     model.on("change:height", this.heightChanged);
     this.takeHeight();
@@ -99,6 +102,13 @@ class Dashboard {
     for (const part of this.panels) part.drawCross?.();
   }
 
+  // Put it into another page, or back.
+  moveTo(parent) {
+    this.page.moveTo(parent);
+    this.takeHeight();
+    this.repaint();
+  }
+
   repaint() {
     this.blocks.repaint();
     this.loop.invalidate(...this.parts);
@@ -133,9 +143,9 @@ class Dashboard {
     this.setHeight(this.model.get("height") || 0, false);
   }
 
-  // 0: as high as the content.
+  // 0: as high as the content. A window of its own has its own height.
   setHeight(height, isKept) {
-    const limited = height ? this.limitedHeight(height) : 0;
+    const limited = height && !this.popout.isOut ? this.limitedHeight(height) : 0;
     this.root.style.height = limited ? `${limited}px` : "";
     this.root.classList.toggle("nbe-fixed", limited > 0);
     setAttribute(this.handle, "aria-valuenow", limited || this.limitedHeight(this.root.getBoundingClientRect().height));
@@ -180,10 +190,8 @@ class Dashboard {
   }
 
   destroy() {
-    this.observer.disconnect();
     this.model.off("change:height", this.heightChanged);
-    for (const part of [this.loop, this.link, this.theme, this.view, this.tooltip, this.announcer]) part.destroy();
-    for (const part of this.parts) part.destroy();
+    for (const part of [this.loop, this.link, this.page, this.popout]) part.destroy();
     this.root.remove();
   }
 }

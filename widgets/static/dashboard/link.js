@@ -12,7 +12,8 @@ const KEPT_ANSWERS = 256;
 
 // `state` is "waiting" (nothing has come yet), "saved" (the notebook's saved state is shown), "live" or "silent".
 export class Link {
-  constructor(model, store, changed) {
+  constructor(page, model, store, changed) {
+    this.page = page;
     this.model = model;
     this.store = store;
     this.changed = changed;
@@ -28,11 +29,11 @@ export class Link {
     this.snapshotChanged = () => this.takeSnapshot();
     model.on("msg:custom", this.receive);
     model.on("change:snapshot", this.snapshotChanged);
-    this.timer = setInterval(() => this.tick(), ALIVE_MS);
-    this.lateTimer = setTimeout(() => {
+    page.every(ALIVE_MS, () => this.tick());
+    page.after(LATE_MS, () => {
       this.isLate = true;
       if (this.state !== "live") this.changed("state");
-    }, LATE_MS);
+    });
   }
 
   start() {
@@ -170,14 +171,12 @@ export class Link {
   // Every view of a widget gets the answer: it is for the one that has asked.
   file({ name, text }) {
     if (!this.exported) return;
-    download(name, text);
+    download(this.page, name, text);
     this.exported();
     this.exported = null;
   }
 
   destroy() {
-    clearInterval(this.timer);
-    clearTimeout(this.lateTimer);
     this.model.off("msg:custom", this.receive);
     this.model.off("change:snapshot", this.snapshotChanged);
   }

@@ -13,8 +13,8 @@ export class Occupancy {
   constructor(app) {
     this.app = app;
     const resized = () => app.loop.invalidate(app.blocks);
-    this.bar = new Surface({ role: "img", "aria-label": "KV cache in use" }, resized);
-    this.course = new Surface({ role: "img", "aria-label": "KV cache in use over time" }, resized);
+    this.bar = new Surface(app.page, { role: "img", "aria-label": "KV cache in use" }, resized);
+    this.course = new Surface(app.page, { role: "img", "aria-label": "KV cache in use over time" }, resized);
     this.bar.stage.classList.add("nbe-occupancy");
     this.course.stage.classList.add("nbe-course");
     this.pieces = []; // [from, to, lines] in pixels, of the bar
@@ -174,10 +174,5 @@ export class Occupancy {
     const { view, cross } = this.app;
     const place = cross === null || !view.history ? null : view.placeAt(cross);
     this.course.cross(place === null ? null : this.x(place), COURSE_LEFT);
-  }
-
-  destroy() {
-    this.bar.destroy();
-    this.course.destroy();
   }
 }

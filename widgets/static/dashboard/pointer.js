@@ -13,6 +13,8 @@ export class Pointer {
       this.tell();
     });
     canvas.addEventListener("pointerleave", () => this.leave());
+    // A canvas that is moved to another page loses the pointer without a word.
+    app.page.attach(() => () => this.leave());
   }
 
   // Say what is there now: the panel may have moved on below the pointer.

@@ -168,7 +168,14 @@ export class Requests {
     body.append(this.scroller, this.empty);
     this.node = node;
     this.byNode = new WeakMap();
-    this.observer = new IntersectionObserver((entries) => this.seen(entries), { root: this.scroller, rootMargin: "60px" });
+    app.page.attach((window) => {
+      this.observer = new window.IntersectionObserver((entries) => this.seen(entries), { root: this.scroller, rootMargin: "60px" });
+      for (const row of this.rows.values()) this.observer.observe(row.node);
+      return () => {
+        this.observer.disconnect();
+        this.release();
+      };
+    });
   }
 
   seen(entries) {
@@ -245,18 +252,14 @@ export class Requests {
 
   // A button in a row keeps the focus.
   move(node, next) {
-    const focused = node.contains(document.activeElement) ? document.activeElement : null;
+    const { activeElement } = this.app.page.document;
+    const focused = node.contains(activeElement) ? activeElement : null;
     this.body.insertBefore(node, next);
     focused?.focus({ preventScroll: true });
   }
 
   // A row that is about to be removed gives the focus to the table.
   keepFocus(node) {
-    if (node.contains(document.activeElement)) this.scroller.focus({ preventScroll: true });
-  }
-
-  destroy() {
-    this.aborts.destroy();
-    this.observer.disconnect();
+    if (node.contains(this.app.page.document.activeElement)) this.scroller.focus({ preventScroll: true });
   }
 }

@@ -1,6 +1,6 @@
 // Running and waiting requests, preemptions, and the token budget used, step by step: above the timeline's columns.
 
-import { legend, panel } from "./dom.js";
+import { element, legend, panel, setText } from "./dom.js";
 import { clock, count, duration, integer, niceStep } from "./format.js";
 import { Surface } from "./surface.js";
 import { Pointer } from "./pointer.js";
@@ -52,7 +52,7 @@ function stretches(values, draw) {
 class Chart {
   constructor(app, label, resized) {
     this.app = app;
-    this.surface = new Surface({ role: "img", "aria-label": label }, resized);
+    this.surface = new Surface(app.page, { role: "img", "aria-label": label }, resized);
     this.pointer = new Pointer(app, this.surface, (x) => this.pointed(x));
   }
 
@@ -235,8 +235,7 @@ export class Scheduler {
     const resized = () => app.loop.invalidate(this);
     this.queue = new QueueChart(app, "Running, waiting and preempted requests, step by step", resized);
     this.budget = new BudgetChart(app, "Tokens computed in each step, against the budget", resized);
-    this.now = document.createElement("span");
-    this.now.className = "nbe-now";
+    this.now = element("span", { class: "nbe-now" });
     const marks = legend(["running", "running"], ["waiting", "waiting"], ["preempted", "preempted"]);
     const tokens = legend(["prefill", "prefill tokens"], ["decode", "decode tokens"]);
     const { node, body } = panel("scheduler", "Scheduler", this.now);
@@ -264,14 +263,8 @@ export class Scheduler {
   }
 
   draw() {
-    const now = this.words();
-    if (this.now.textContent !== now) this.now.textContent = now;
+    setText(this.now, this.words());
     this.queue.draw();
     this.budget.draw();
-  }
-
-  destroy() {
-    this.queue.surface.destroy();
-    this.budget.surface.destroy();
   }
 }

@@ -4,7 +4,8 @@ import { element } from "./dom.js";
 
 export class Surface {
   // `resized` is called when there is another size to paint in. Asking for it each time would cost a layout.
-  constructor(attributes, resized) {
+  constructor(page, attributes, resized) {
+    this.page = page;
     this.canvas = element("canvas", { class: "nbe-canvas", ...attributes });
     this.stage = element("div", { class: "nbe-stage" }, this.canvas);
     this.context = this.canvas.getContext("2d");
@@ -12,16 +13,15 @@ export class Surface {
     this.height = 0;
     this.ratio = 1;
     this.isStale = true;
-    this.observer = new ResizeObserver(() => {
+    page.watchSize(this.stage, () => {
       this.isStale = true;
       resized();
     });
-    this.observer.observe(this.stage);
   }
 
   // Take the stage's size; true if it is another one, and all has to be painted.
   fit() {
-    const ratio = Math.max(1, devicePixelRatio || 1);
+    const ratio = Math.max(1, this.page.window.devicePixelRatio || 1);
     if (!this.isStale && ratio === this.ratio) return false;
     this.isStale = false;
     const width = Math.floor(this.stage.clientWidth);
@@ -40,10 +40,6 @@ export class Surface {
   need(height) {
     const wanted = `${height}px`;
     if (this.stage.style.minHeight !== wanted) this.stage.style.minHeight = wanted;
-  }
-
-  destroy() {
-    this.observer.disconnect();
   }
 
   // Put the crosshair at a place between `left` and the right edge, or take it away.
@@ -78,30 +74,39 @@ export class Surface {
 
 // A loop that paints parts of a dashboard when they have changed, at most once a frame of the screen, while they can be seen.
 export class Loop {
-  constructor(root, visibilityChanged) {
+  constructor(page, visibilityChanged) {
+    this.page = page;
     this.dirty = new Set();
     this.isVisible = false;
-    this.handle = 0;
+    this.isAwaited = false; // a frame of the screen
     this.paint = () => {
-      this.handle = 0;
+      this.isAwaited = false;
       const parts = [...this.dirty];
       this.dirty.clear();
       for (const part of parts) part.draw();
     };
-    this.changed = () => {
-      const isVisible = this.isInView && document.visibilityState !== "hidden";
+    const changed = () => {
+      const isVisible = this.isInView && page.document.visibilityState !== "hidden";
       if (isVisible === this.isVisible) return;
       this.isVisible = isVisible;
       visibilityChanged(isVisible);
       this.request();
     };
     this.isInView = false;
-    this.observer = new IntersectionObserver((entries) => {
-      this.isInView = entries[entries.length - 1].isIntersecting;
-      this.changed();
+    page.attach((window) => {
+      const { document } = window;
+      const observer = new window.IntersectionObserver((entries) => {
+        this.isInView = entries[entries.length - 1].isIntersecting;
+        changed();
+      });
+      observer.observe(page.root);
+      document.addEventListener("visibilitychange", changed);
+      changed();
+      return () => {
+        observer.disconnect();
+        document.removeEventListener("visibilitychange", changed);
+      };
     });
-    this.observer.observe(root);
-    document.addEventListener("visibilitychange", this.changed);
   }
 
   invalidate(...parts) {
@@ -110,13 +115,12 @@ export class Loop {
   }
 
   request() {
-    if (this.isVisible && this.dirty.size && !this.handle) this.handle = requestAnimationFrame(this.paint);
+    if (!this.isVisible || !this.dirty.size || this.isAwaited) return;
+    this.isAwaited = true;
+    this.page.nextFrame(this.paint);
   }
 
   destroy() {
-    cancelAnimationFrame(this.handle);
     this.isVisible = false;
-    this.observer.disconnect();
-    document.removeEventListener("visibilitychange", this.changed);
   }
 }

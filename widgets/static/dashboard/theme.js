@@ -10,26 +10,33 @@ const STRONG_LINE = 4.5;
 const STRONG_QUIET = 0.9;
 
 export class Theme {
-  constructor(root, changed) {
-    this.root = root;
+  constructor(page, changed) {
+    this.page = page;
     this.changed = changed;
     this.probe = element("i", { class: "nbe-probe", "aria-hidden": "true" });
-    root.append(this.probe);
-    this.pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    page.root.append(this.probe);
+    this.pixel = element("canvas").getContext("2d", { willReadFrequently: true });
     this.key = "";
-    this.check = () => this.refresh();
-    this.observer = new MutationObserver(this.check);
-    for (const node of [document.documentElement, document.body]) this.observer.observe(node, { attributes: true });
+    const check = () => this.refresh();
     // A style sheet that is loaded after the attributes have changed is noticed by what it changes.
-    this.probe.addEventListener("transitionend", this.check);
-    this.media = MEDIA.map((query) => matchMedia(query));
-    for (const media of this.media) media.addEventListener("change", this.check);
-    this.refresh();
+    this.probe.addEventListener("transitionend", check);
+    page.attach((window) => {
+      const { documentElement, body } = window.document;
+      const observer = new window.MutationObserver(check);
+      for (const node of [documentElement, body]) observer.observe(node, { attributes: true });
+      const media = MEDIA.map((query) => window.matchMedia(query));
+      for (const each of media) each.addEventListener("change", check);
+      check();
+      return () => {
+        observer.disconnect();
+        for (const each of media) each.removeEventListener("change", check);
+      };
+    });
   }
 
   // This is cheap enough to be called now and then.
   refresh() {
-    const style = getComputedStyle(this.probe);
+    const style = this.page.window.getComputedStyle(this.probe);
     const borders = ["Top", "Right", "Bottom", "Left"].map((side) => style[`border${side}Color`]);
     const values = [style.backgroundColor, style.color, ...borders];
     const key = values.join("|");
@@ -42,8 +49,8 @@ export class Theme {
     this.hasMoreContrast = strength(line) >= STRONG_LINE && strength(muted) >= STRONG_QUIET * strength(text);
     Object.assign(this, { groundColor: ground, text, muted, accent, faint });
     this.font = style.fontFamily;
-    this.root.dataset.theme = this.isDark ? "dark" : "light";
-    this.root.dataset.contrast = this.hasMoreContrast ? "more" : "usual";
+    this.page.root.dataset.theme = this.isDark ? "dark" : "light";
+    this.page.root.dataset.contrast = this.hasMoreContrast ? "more" : "usual";
     this.takePalette();
     this.changed();
   }
@@ -56,8 +63,8 @@ export class Theme {
     const named = { ...this.roles, block: this.roles.free };
     this.requests.forEach((color, number) => (named[`request-${number}`] = color));
     for (const [name, color] of Object.entries(named)) {
-      if (this.hasMoreContrast) this.root.style.setProperty(`--nbe-${name}`, color);
-      else this.root.style.removeProperty(`--nbe-${name}`);
+      if (this.hasMoreContrast) this.page.root.style.setProperty(`--nbe-${name}`, color);
+      else this.page.root.style.removeProperty(`--nbe-${name}`);
     }
   }
 
@@ -85,11 +92,6 @@ export class Theme {
   over(color, opacity) {
     const top = this.channels(color);
     return top.map((value, index) => Math.round(opacity * value + (1 - opacity) * this.ground[index]));
-  }
-
-  destroy() {
-    this.observer.disconnect();
-    for (const media of this.media) media.removeEventListener("change", this.check);
   }
 }
 

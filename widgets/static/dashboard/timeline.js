@@ -19,7 +19,9 @@ export class Timeline {
     this.rows = new Rows();
     this.wanted = 0; // the height that the rows need
     this.row = null; // the number of the request at the keyboard's cursor
+    this.stopTimer = null; // while an export is asked for
     this.surface = new Surface(
+      app.page,
       {
         tabindex: "0",
         role: "application",
@@ -101,14 +103,14 @@ export class Timeline {
     }
     setAttribute(this.exportButton, "aria-disabled", true);
     setText(this.exportButton, "Exporting …");
-    this.exportTimer = setTimeout(() => {
+    this.stopTimer = this.app.page.after(EXPORT_MS, () => {
       if (link.state === "live") this.exportEnds("Export (kernel is busy)", "The kernel is busy: the file comes when it has time.");
       else this.exportEnds("Export (no answer)", "The kernel does not answer.");
-    }, EXPORT_MS);
+    });
   }
 
   exportEnds(label, said) {
-    clearTimeout(this.exportTimer);
+    this.stopTimer?.();
     setAttribute(this.exportButton, "aria-disabled", false);
     setText(this.exportButton, label);
     if (said) this.app.announcer.say(said);
@@ -157,7 +159,7 @@ export class Timeline {
       const part = (this.surface.place(event)[0] - GUTTER) / view.width;
       view.zoom(Math.exp(-event.deltaY / 300), clamp(part, 0, 1));
     } else {
-      const isFocused = document.activeElement === this.surface.canvas;
+      const isFocused = this.app.page.document.activeElement === this.surface.canvas;
       const way = event.deltaX || (event.shiftKey || isFocused ? event.deltaY : 0);
       if (!way) return;
       this.scrub(way / view.scale);
@@ -325,10 +327,5 @@ export class Timeline {
     }
     setText(this.place, text);
     setAttribute(this.slider, "aria-valuetext", text || "no steps");
-  }
-
-  destroy() {
-    clearTimeout(this.exportTimer);
-    this.surface.destroy();
   }
 }

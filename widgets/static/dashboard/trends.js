@@ -46,7 +46,7 @@ const MARKS = { p95: "p95", p50: "p50", generated: "decode", waiting: "waiting",
 class TrendChart {
   constructor(trends, [title, curves, write]) {
     Object.assign(this, { app: trends.app, trends, title, curves, write });
-    this.surface = new Surface({ role: "img", "aria-label": title }, () => trends.app.loop.invalidate(trends));
+    this.surface = new Surface(trends.app.page, { role: "img", "aria-label": title }, () => trends.app.loop.invalidate(trends));
     this.pointer = new Pointer(trends.app, this.surface, (x) => this.pointed(x));
     this.surface.canvas.addEventListener("click", (event) => trends.goTo(this.timeAt(this.surface.place(event)[0])));
     const marks = curves.length > 1 ? [legend(...[...curves].reverse().map(([, , name]) => [MARKS[name], name]))] : [];
@@ -170,7 +170,7 @@ export class Trends {
     this.app = app;
     this.range = "now";
     this.answer = null; // the newest of the chosen time
-    this.timer = 0;
+    this.stopTimer = null; // while it is going to ask again
     this.said = element("p", { class: "nbe-muted nbe-empty", role: "status" });
     this.live = element("span", { class: "nbe-now" });
     const { node, body } = panel("trends", "History", this.live);
@@ -190,17 +190,17 @@ export class Trends {
     if (range === this.range) return;
     this.range = range;
     this.answer = null;
-    clearTimeout(this.timer);
+    this.stopTimer?.();
     if (range !== "now") this.ask();
     this.app.announcer.say(range === "now" ? "now" : `the last ${range}`);
     this.app.loop.invalidate(this, this.app.header);
   }
 
   ask() {
-    clearTimeout(this.timer);
+    this.stopTimer?.();
     const isSent = this.app.link.askHistory(LASTS[this.range], (answer) => this.take(answer));
     if (!isSent) this.error = "The kernel does not answer.";
-    this.timer = setTimeout(() => this.app.loop.isVisible && this.range !== "now" && this.ask(), AGAIN_MS[this.range]);
+    this.stopTimer = this.app.page.after(AGAIN_MS[this.range], () => this.app.loop.isVisible && this.range !== "now" && this.ask());
   }
 
   // The dashboard can be seen again: what is shown may be old.
@@ -241,10 +241,5 @@ export class Trends {
     const isOne = !rank || this.answer.ranks.length < 2;
     setText(this.live, isOne ? "" : `engine core ${rank.rank}, the others as lines`);
     for (const chart of this.charts) chart.draw();
-  }
-
-  destroy() {
-    clearTimeout(this.timer);
-    for (const chart of this.charts) chart.surface.destroy();
   }
 }

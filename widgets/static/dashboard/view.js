@@ -9,7 +9,8 @@ const KEEP_MS = 400;
 
 // Places on the axis are seconds of the clock (`axis` is "time") or ordinals of steps ("steps"); both may have fractions.
 export class View {
-  constructor(model, store, changed) {
+  constructor(page, model, store, changed) {
+    this.page = page;
     this.model = model;
     this.store = store;
     this.changed = changed;
@@ -23,7 +24,7 @@ export class View {
     this.cursor = null; // the ordinal at the keyboard's cursor
     this.pausedTime = null; // the time at the right edge: ordinals begin again at 0 with each reset frame
     this.isSeeking = false; // the step at the right edge has not come yet
-    this.timer = 0;
+    this.stopKeeping = null;
     const kept = model.get("view") ?? {};
     if (kept.axis === "steps") this.axis = "steps";
     if (Number.isFinite(kept.scale)) this.stepScale = clamp(kept.scale, ...STEP_SCALES);
@@ -261,16 +262,12 @@ export class View {
 
   keep() {
     this.changed();
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => {
+    this.stopKeeping?.();
+    this.stopKeeping = this.page.after(KEEP_MS, () => {
       const { rank, axis, chosenSeconds: seconds, stepScale: scale, pausedTime } = this;
       this.model.set("view", { rank, axis, seconds, scale, paused_at: pausedTime });
       this.model.save_changes();
-    }, KEEP_MS);
-  }
-
-  destroy() {
-    clearTimeout(this.timer);
+    });
   }
 }
 

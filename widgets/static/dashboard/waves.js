@@ -37,6 +37,7 @@ export class Waves {
     this.chosen = null; // seconds that are shown; null: all that are known, within WAVE_SECONDS
     this.cursor = null; // { row, time }
     this.surface = new Surface(
+      app.page,
       {
         tabindex: "0",
         role: "application",
@@ -274,9 +275,5 @@ export class Waves {
     context.lineTo(x + 4.5, y + 8);
     context.lineTo(x - 4.5, y + 8);
     context.fill();
-  }
-
-  destroy() {
-    this.surface.destroy();
   }
 }
