@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 
@@ -203,7 +204,7 @@ class WaveRecorder:
                 is_late = not (before.engines_running or after.engines_running)
                 if is_late:
                     self._credit(rank, state, start)
-                    state = replace(state, **dict.fromkeys(_STEPS, 0))
+                    state = _counted(state, dict.fromkeys(_STEPS, 0))
                 running = before.engines_running or (
                     after.engines_running and state.steps + state.dummy_steps > 0
                 )
@@ -244,7 +245,7 @@ class WaveRecorder:
             state = span.ranks.get(rank)
             if state is not None and state.is_running:
                 more = {name: getattr(state, name) + getattr(late, name) for name in _STEPS}
-                self._spans[index] = replace(span, ranks={**span.ranks, rank: replace(state, **more)})
+                self._spans[index] = replace(span, ranks={**span.ranks, rank: _counted(state, more)})
                 return
 
 
@@ -267,7 +268,7 @@ def _spread(spans: list[Span], rank: int) -> None:
             for number in whole:
                 part, share = spans[number], spans[number].seconds / seconds
                 mine = {name: count * share for name, count in counts.items()}
-                ranks = {**part.ranks, rank: replace(part.ranks[rank], **mine)}
+                ranks = {**part.ranks, rank: _counted(part.ranks[rank], mine)}
                 spans[number] = replace(part, ranks=ranks)
             silent = []
 
@@ -277,6 +278,12 @@ def _steps(engine: SchedulerStats) -> int:
     if engine.workers:
         return max(worker.num_steps for worker in engine.workers)
     return engine.step_counter
+
+
+def _counted(state: RankSpan, counts: Mapping[str, float]) -> RankSpan:
+    """Return the state with other counts, by the names of their fields."""
+    fields: dict[str, Any] = dict(counts)
+    return replace(state, **fields)
 
 
 def _growth(before: int, after: int) -> int:
@@ -302,4 +309,4 @@ def _merged(spans: Sequence[Span], first: int, rank: int, start: float, end: flo
         state = part
     if state is None:
         return None
-    return replace(state, is_running=is_running, **counts)
+    return replace(_counted(state, counts), is_running=is_running)
