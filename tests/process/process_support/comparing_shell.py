@@ -15,10 +15,12 @@ from traitlets.config import Config
 
 from nbengine.client.engines.directory import list_engines
 from nbengine.client.engines.processes import session_processes
-from nbengine.magics.comparison.sending import Sender
+from nbengine.magics.comparison import sending
 from nbengine.magics.extension import load
 
 NAME = "rows"
+ROOM = 16
+"""The most requests that the engine has at once: when it is killed it cannot have answered all, however slow the kernel is."""
 LINE = "%%generate --raw --each row=rows --temperature 0 --max-tokens 4 --resume -o grid\nSay {row}"
 
 
@@ -33,10 +35,10 @@ def main(number: str, killed: str, after: str) -> None:
         f"attach {NAME}" if engines else f"start random-tiny --name {NAME} --num-blocks 512 --max-num-seqs 8"
     )
     shell.run_cell(f"%engine {line}").raise_error()
-    ended = Sender.ended
+    ended = sending.Sender.ended
     count = 0
 
-    def counted(sender: Sender, position: int) -> None:
+    def counted(sender: sending.Sender, position: int) -> None:
         nonlocal count
         ended(sender, position)
         count += 1
@@ -49,7 +51,8 @@ def main(number: str, killed: str, after: str) -> None:
             for pid in [process.pid for process in session_processes(info)]:
                 os.kill(pid, signal.SIGKILL)
 
-    Sender.ended = counted  # type: ignore[method-assign]
+    sending.Sender.ended = counted  # type: ignore[method-assign]
+    sending.LEAST_ROOM = ROOM
     shell.user_ns["rows"] = [f"number {row}" for row in range(int(number))]
     failed = shell.run_cell(LINE).error_in_exec
     grid = shell.user_ns["grid"]
