@@ -7,6 +7,7 @@
 # make soak-tests  what kills and waits, TIMES=3 beside LOAD=6 busy processes (TESTS=tests/unit: others)
 # make models  how each family was compared with transformers, into docs/models.md
 # make durations  how long the suites take, into CONTRIBUTING.md
+# make pictures  of notebooks in a browser, for README.md and docs/
 # make docs   the documentation as a site, into site/; a warning is an error
 # make wheels DIR=folder   what a machine without a package index installs from: make install WHEELS=folder
 
@@ -32,7 +33,7 @@ unexport VIRTUAL_ENV
 # The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
 BESIDE := --beside ipykernel==6.31.0 --beside ipykernel==7.3.0
 
-.PHONY: demo test test-unit test-process test-notebook thorough quick soak-tests durations models lint check gpu-check bench bench-peers docs lock install install-dev wheels clean
+.PHONY: demo test test-unit test-process test-notebook thorough quick soak-tests durations models lint check gpu-check bench bench-peers docs pictures lock install install-dev wheels clean
 
 install: $(VENV)/.installed
 
@@ -104,6 +105,11 @@ bench-peers: $(VENV)/.installed-peers
 # Material would tell everybody who builds a site that MkDocs 2 is another program; pyproject.toml excludes it.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Pillow is not in .venv: transformers imports more where it finds it.
+pictures: $(VENV)/.installed-dev
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --upgrade --target build/pictures pillow==13.0.0
+	PYTHONPATH=build/pictures $(BIN)/python -m tests.tools.scratch examples/pictures.py
 
 # Installs keep the wheels that they take from the package index, and take them from there the next time.
 $(VENV)/.installed: pyproject.toml constraints.txt tools/install.py

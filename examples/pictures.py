@@ -1,18 +1,25 @@
 """Take the pictures that README.md and the pages of docs/ show: of real notebooks in a real browser, and drawn by engines.
 
-python examples/pictures.py [live] [examples] [drawn]
+python examples/pictures.py [live] [moving] [examples] [drawn]
+
+`make pictures` takes all of them, and brings what they need.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
 from nbconvert import HTMLExporter
+from PIL import Image
 from playwright.sync_api import Page
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +65,11 @@ TOKENS = [
     "%%generate --temperature 0 --max-tokens 22 --logprobs 5\nName a fruit that is yellow, and say why people like it.",
     "%engine stop",
 ]
+MOVING = [*DASHBOARD[:2], "%dashboard --height 560", *DASHBOARD[3:]]
+"""The same with a dashboard that leaves room for the answers below it."""
+FRAME_SECONDS = 0.4
+LAST_FRAME_SECONDS = 4.0
+COLOURS = 64
 EXAMPLES = {
     "01_quickstart": "%%generate -o second",
     "02_tensor_parallel": "%engine tree",
@@ -75,24 +87,54 @@ EXAMPLES = {
 
 def take_live() -> None:
     """Take the shortest notebook, the dashboard while it works, and tokens with a branch."""
+    with lab() as (directory, address):
+        for cells, take in (
+            (NOTEBOOK, take_notebook),
+            (DASHBOARD, take_dashboard),
+            (TOKENS, take_tokens),
+        ):
+            take_in_page(directory, address, cells, take, height=1500)
+
+
+def take_moving() -> None:
+    """Take the picture that moves: a dashboard and ten answers, from the first step to the last."""
+    with lab() as (directory, address):
+        take_in_page(directory, address, MOVING, record, height=1130, at_once=True)
+
+
+@contextmanager
+def lab() -> Iterator[tuple[Path, str]]:
+    """Serve an empty directory in JupyterLab, and yield it with the server's address."""
     with tempfile.TemporaryDirectory(prefix="nbp-", dir="/tmp") as name:
-        directory = Path(name)
         environment = os.environ | {"NBENGINE_RUNTIME_DIR": f"{name}/engines", "XDG_RUNTIME_DIR": name}
-        with jupyter_lab(directory, dict(environment)) as address:
-            for cells, take in (
-                (NOTEBOOK, take_notebook),
-                (DASHBOARD, take_dashboard),
-                (TOKENS, take_tokens),
-            ):
-                write_notebook(directory / "live.ipynb", cells)
-                with notebook_page(address, "live.ipynb", directory, width=1280, height=1500) as page:
-                    page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")
-                    for cell in range(len(cells) - 1):
-                        run_cell(page, cell)
-                        wait_for_prompt(page, cell)
-                    take(page)
-                    run_cell(page, len(cells) - 1)
-                    wait_for_prompt(page, len(cells) - 1)
+        with jupyter_lab(Path(name), dict(environment)) as address:
+            yield Path(name), address
+
+
+def take_in_page(
+    directory: Path,
+    address: str,
+    cells: list[str],
+    take: Callable[[Page], None],
+    *,
+    height: int,
+    at_once: bool = False,
+) -> None:
+    """Run a notebook's cells down to the last but one, take a picture, and run the last one.
+
+    `at_once`: the picture begins with the last but one.
+    """
+    write_notebook(directory / "live.ipynb", cells)
+    with notebook_page(address, "live.ipynb", directory, width=1280, height=height) as page:
+        page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")
+        last = len(cells) - 1
+        for cell in range(last):
+            run_cell(page, cell)
+            if cell < last - 1 or not at_once:
+                wait_for_prompt(page, cell)
+        take(page)
+        run_cell(page, last)
+        wait_for_prompt(page, last)
 
 
 def take_notebook(page: Page) -> None:
@@ -112,6 +154,29 @@ def take_dashboard(page: Page) -> None:
     )
     output(page, 2).screenshot(path=IMAGES / "dashboard_live.png")
     wait_for_text(page, "10 answers", 4)
+
+
+def record(page: Page) -> None:
+    """Take a frame each time that one is due, until there are ten answers, and put them into one file."""
+    panel = page.locator(".jp-NotebookPanel:visible .jp-WindowedPanel-outer").bounding_box()
+    assert panel is not None
+    answers = output(page, len(MOVING) - 2)
+    frames: list[Image.Image] = []
+    due = time.monotonic()
+    is_done = False
+    while not is_done:
+        text = answers.inner_text()
+        is_done = "10 answers" in text and "of 10 answers" not in text
+        frames.append(Image.open(io.BytesIO(page.screenshot(clip={**panel}))).convert("RGB"))
+        due = max(due + FRAME_SECONDS, time.monotonic())
+        page.wait_for_timeout(1000 * (due - time.monotonic()))
+    # All frames have the colours of one with all requests: other ones in each would flicker.
+    colours = frames[len(frames) // 2].quantize(COLOURS)
+    first, *rest = (frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames)
+    durations = [1000 * FRAME_SECONDS] * len(rest) + [1000 * LAST_FRAME_SECONDS]
+    first.save(
+        IMAGES / "live.gif", save_all=True, append_images=rest, duration=durations, loop=0, optimize=True
+    )
 
 
 def take_tokens(page: Page) -> None:
@@ -174,6 +239,6 @@ def output(page: Page, cell: int):
 if __name__ == "__main__":
     if CHROMIUM is None:
         sys.exit("pictures need chromium (Debian's package chromium)")
-    wanted = sys.argv[1:] or ["live", "examples", "drawn"]
+    wanted = sys.argv[1:] or ["live", "moving", "examples", "drawn"]
     for part in wanted:
-        {"live": take_live, "examples": take_examples, "drawn": take_drawn}[part]()
+        {"live": take_live, "moving": take_moving, "examples": take_examples, "drawn": take_drawn}[part]()
