@@ -403,6 +403,8 @@ class FakeEngine:
                     "rank": rank.rank,
                     "running": is_running if self.lock_step else own,
                     "steps": 8.0 if own else 0.0,
+                    "prefill_steps": 0.0,
+                    "recompute_steps": 0.0,
                     "dummy_steps": 0.0 if own or not (self.lock_step and is_running) else 8.0,
                     "wave": rank.wave,
                     "num_requests": len(rank.running) + len(rank.waiting),

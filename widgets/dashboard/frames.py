@@ -19,8 +19,8 @@ does not follow the last one.
             "steps": [STEP, ...],                    # new ones, and older ones whose `seconds` are known now
             "requests": null | REQUESTS,             # changes of its part of the table; null: there are none
             "blocks": null | {"buffer": 0, "full": true}}],    # index into the buffers
- "waves": {"reset": true, "spans": [{"start", "end", "rank", "running", "steps", "dummy_steps", "wave",
-                                     "num_requests"}],
+ "waves": {"reset": true, "spans": [{"start", "end", "rank", "running", "steps", "prefill_steps",
+                                     "recompute_steps", "dummy_steps", "wave", "num_requests"}],
            "open": [...]}}                           # the same, of the last second: each frame has all of them
 ```
 STEP is `[step, time, seconds, num_running, num_waiting, num_free_blocks, num_cached_blocks, entries,
@@ -49,6 +49,9 @@ part of the table, in this order:
 A new request replaces one with its number, if there is one. Its status and its progress come in the same
 frame, and again when something in them has changed. An engine core that is missing from `ranks` has left with
 its requests.
+
+The `steps` of a wave span are own ones: those in which a request read its prompt (`prefill_steps`), those in which one
+read again what it had lost (`recompute_steps`), and those that only decoded.
 
 Wave spans are settled after about a second, and do not change after that. The settled spans of a frame are
 new ones; with `reset` all earlier ones are void. Those under `open` may still change, and replace the open ones
@@ -100,6 +103,7 @@ from nbengine.widgets.dashboard.request_frames import RequestEncoder, RequestRow
 from nbengine.widgets.dashboard.step_frames import StepEncoder
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed_state import is_blank
+from nbengine.widgets.waves.timeline import RankSpan
 
 MOST_REQUESTS = 200
 """The most rows of the table."""
@@ -117,7 +121,7 @@ NOBODY = 2**19 - 1
 MOST_REFERENCES = 2**12 - 1
 
 _SAME_TIME = 1e-4
-_RANK_BYTES, _SPAN_BYTES, _HEAD_BYTES = 600, 130, 700
+_RANK_BYTES, _SPAN_BYTES, _HEAD_BYTES = 600, 170, 700
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,19 +293,7 @@ class FrameBuilder:
             if end <= self._spans_until + _SAME_TIME:
                 continue
             found = spans if end <= settled + _SAME_TIME else unsettled
-            found += [
-                {
-                    "start": round(start, 4),
-                    "end": round(end, 4),
-                    "rank": rank,
-                    "running": part.is_running,
-                    "steps": round(part.steps, 2),
-                    "dummy_steps": round(part.dummy_steps, 2),
-                    "wave": part.wave,
-                    "num_requests": part.num_requests,
-                }
-                for rank, part in sorted(span.ranks.items())
-            ]
+            found += [_span(rank, part, start, end) for rank, part in sorted(span.ranks.items())]
         self._spans_until = max(self._spans_until, settled)
         return spans, unsettled
 
@@ -378,6 +370,22 @@ def _rank(engine: SchedulerStats, mirror: TraceMirror | None) -> dict[str, objec
             }
             for worker in engine.workers
         ],
+    }
+
+
+def _span(rank: int, part: RankSpan, start: float, end: float) -> dict[str, object]:
+    _, reading, again, dummy = part.by_phase
+    return {
+        "start": round(start, 4),
+        "end": round(end, 4),
+        "rank": rank,
+        "running": part.is_running,
+        "steps": round(part.steps, 2),
+        "prefill_steps": round(reading, 2),
+        "recompute_steps": round(again, 2),
+        "dummy_steps": round(dummy, 2),
+        "wave": part.wave,
+        "num_requests": part.num_requests,
     }
 
 

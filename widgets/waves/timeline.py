@@ -31,6 +31,14 @@ class RankSpan:
     recompute_steps: float = 0.0
     """Those of the steps in which a request read again what it had lost."""
 
+    @property
+    def by_phase(self) -> tuple[float, float, float, float]:
+        """Divide the steps: decode alone, with prefill, with recomputation, dummy steps."""
+        # The counts of a report may be of one step more or less than its steps.
+        again = min(self.recompute_steps, self.steps)
+        reading = min(self.prefill_steps, self.steps - again)
+        return self.steps - reading - again, reading, again, self.dummy_steps
+
 
 _STEPS = ("steps", "dummy_steps", "prefill_steps", "recompute_steps")
 """The counts that a report may bring later than the time in which the steps were made."""

@@ -198,9 +198,5 @@ def _look(state: RankSpan | None) -> tuple[str, tuple[int, ...]]:
     total = state.steps + state.dummy_steps
     if not total:
         return "paused", ()
-    # The counts of a report may be of one step more or less than its steps.
-    again = min(state.recompute_steps, state.steps)
-    reading = min(state.prefill_steps, state.steps - again)
-    ends = accumulate((state.steps - reading - again, reading, again, state.dummy_steps))
-    rounded = [0, *(round(10 * end / total) for end in ends)]
+    rounded = [0, *(round(10 * end / total) for end in accumulate(state.by_phase))]
     return "running", tuple(end - start for start, end in pairwise(rounded))

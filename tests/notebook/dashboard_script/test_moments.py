@@ -289,18 +289,24 @@ def test_waves_reach_to_the_newest_report(open_page: OpenPage) -> None:
     engine = FakeEngine(ranks=2, num_blocks=20)
     content, buffers = engine.frame(reset=True)
     part = {"running": True, "steps": 8.0, "dummy_steps": 0.0, "wave": 0, "num_requests": 1}
+    phases = {"prefill_steps": 2.0, "recompute_steps": 1.6}
     content["time"] = START + 10
     content["waves"] = {
         "reset": True,
         "spans": [part | {"rank": 0, "start": START, "end": START + 8}],
-        "open": [part | {"rank": 0, "start": START + 8, "end": START + 10}],
+        "open": [part | phases | {"rank": 0, "start": START + 8, "end": START + 10}],
     }
     page.deliver((content, buffers))
     waves = ".nbe-waves canvas"
     width = float(page.page.evaluate(f"document.querySelector('{waves}').clientWidth"))
     for x in (GUTTER + 10, width - 4):
-        assert_color(page.pixel(waves, x, AXIS + 8), ROLES["running"])
-    assert "in 2.00 s: 8 steps" in hover(page, waves, width - 4, AXIS + 8)
+        assert_color(page.pixel(waves, x, AXIS + 8), ROLES["decode"])
+    # A snapshot of an older version tells no phases.
+    assert_color(page.pixel(waves, GUTTER + 10, AXIS + 18), ROLES["decode"])
+    for y, role in ((14, "prefill"), (18, "recompute")):
+        assert_color(page.pixel(waves, width - 4, AXIS + y), ROLES[role])
+    told = hover(page, waves, width - 4, AXIS + 8).split("\n")
+    assert told[2:] == ["in 2.00 s: 8 steps", "2 with prefill", "2 with recomputation", "1 request"]
     # The open ones are replaced.
     content["seq"] += 1
     content.update(reset=False, waves={"reset": False, "spans": [], "open": []})

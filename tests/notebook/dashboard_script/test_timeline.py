@@ -273,7 +273,7 @@ def test_ranks_and_waves_are_shown_and_one_rank_can_be_chosen(open_page: OpenPag
     assert page.text(".nbe-waves h3") == "Data-parallel waves"
     assert page.text(".nbe-waves .nbe-now") == "wave 5"
     width = page.page.evaluate(f"document.querySelector('{waves}').clientWidth")
-    assert_color(page.pixel(waves, width - 100, AXIS + 10), ROLES["running"])
+    assert_color(page.pixel(waves, width - 100, AXIS + 10), ROLES["decode"])
     assert_color(page.pixel(waves, width - 100, AXIS + 30 + 10), ROLES["dummy"])
     told = hover(page, waves, width - 100, AXIS + 10).split("\n")
     assert told[0].startswith("rank 0 ·")

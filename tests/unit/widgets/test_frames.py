@@ -234,7 +234,9 @@ def test_what_is_learnt_of_a_step_later_follows_it() -> None:
 
 
 def wave_state(count: int, last: float = 0.1) -> DashboardState:
-    ranks = {0: RankSpan(2.0, 0.0, 0, True, 1), 1: RankSpan(0.0, 3.0, 0, True, 0)}
+    # The counts of a report may be of one step more than its steps.
+    reading = RankSpan(2.0, 0.0, 0, True, 1, prefill_steps=2.0, recompute_steps=1.0)
+    ranks = {0: reading, 1: RankSpan(0.0, 3.0, 0, True, 0)}
     spans = [Span(0.1 * index, 0.1 * index + 0.1, ranks) for index in range(count)]
     spans[-1] = replace(spans[-1], end=0.1 * (count - 1) + last)
     return state_of(busy_engine(), waves=WaveTimeline("demo", True, tuple(spans), START))
@@ -259,6 +261,8 @@ def test_wave_spans_come_once_when_they_are_settled() -> None:
         "rank": 0,
         "running": True,
         "steps": 2.0,
+        "prefill_steps": 1.0,
+        "recompute_steps": 1.0,
         "dummy_steps": 0.0,
         "wave": 0,
         "num_requests": 1,

@@ -12,6 +12,8 @@ const SPAN_COLUMNS = {
   until: Float64Array,
   isRunning: Uint8Array,
   steps: Float32Array,
+  prefillSteps: Float32Array,
+  recomputeSteps: Float32Array,
   dummySteps: Float32Array,
   wave: Int32Array,
   requests: Int32Array,
@@ -113,27 +115,36 @@ export class Rank {
     return found;
   }
 
-  takeSpan({ start, end, running, steps, dummy_steps: dummySteps, wave, num_requests: requests }) {
+  takeSpan(span) {
     const { spans } = this;
-    const isIdle = !steps && !dummySteps;
+    const isIdle = !span.steps && !span.dummySteps;
     if (spans.end > spans.begin && isIdle) {
       const slot = spans.slot(spans.end - 1);
       const wasIdle = !spans.steps[slot] && !spans.dummySteps[slot];
-      const isSame = spans.isRunning[slot] === Number(running) && spans.wave[slot] === wave;
-      if (wasIdle && isSame && spans.requests[slot] === requests && start - spans.until[slot] < 1e-3) {
-        spans.until[slot] = end;
+      const isSame = ["isRunning", "wave", "requests"].every((name) => spans[name][slot] === span[name]);
+      if (wasIdle && isSame && span.since - spans.until[slot] < 1e-3) {
+        spans.until[slot] = span.until;
         return;
       }
     }
     const slot = spans.slot(spans.push());
-    spans.since[slot] = start;
-    spans.until[slot] = end;
-    spans.isRunning[slot] = Number(running);
-    spans.steps[slot] = steps;
-    spans.dummySteps[slot] = dummySteps;
-    spans.wave[slot] = wave;
-    spans.requests[slot] = requests;
+    for (const name of Object.keys(SPAN_COLUMNS)) spans[name][slot] = span[name];
   }
+}
+
+// Name a span's fields as the columns; a snapshot of an older version does not tell what its steps did.
+function spanOf({ start, end, running, steps, wave, ...rest }) {
+  return {
+    since: start,
+    until: end,
+    isRunning: Number(running),
+    steps,
+    prefillSteps: rest.prefill_steps ?? 0,
+    recomputeSteps: rest.recompute_steps ?? 0,
+    dummySteps: rest.dummy_steps,
+    wave,
+    requests: rest.num_requests,
+  };
 }
 
 // Copy a buffer as little-endian words, whatever this machine and the view's offset are.
@@ -201,10 +212,8 @@ export class Store {
     if (!waves) return;
     if (waves.reset) for (const rank of this.ranks.values()) rank.spans = new Ring(SPAN_COLUMNS, SPANS);
     for (const rank of this.ranks.values()) rank.open = [];
-    for (const { start, end, rank, running, dummy_steps: dummySteps, num_requests: requests, ...rest } of waves.open ?? []) {
-      this.ranks.get(rank)?.open.push({ since: start, until: end, isRunning: Number(running), dummySteps, requests, ...rest });
-    }
-    for (const span of waves.spans) this.ranks.get(span.rank)?.takeSpan(span);
+    for (const span of waves.open ?? []) this.ranks.get(span.rank)?.open.push(spanOf(span));
+    for (const span of waves.spans) this.ranks.get(span.rank)?.takeSpan(spanOf(span));
   }
 
   // List all requests: the unfinished ones as they came, then the latest that have ended.

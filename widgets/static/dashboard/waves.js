@@ -12,6 +12,14 @@ const RANK_HEIGHT = 30;
 const SECONDS = [1, 3600];
 const WAVE_SECONDS = [2, 30];
 
+// What steps do, from the top of a span to its bottom, as in `%engine waves`: role, words, and the steps of a span.
+const PHASES = [
+  ["decode", "decode steps", (span) => span.steps - span.prefillSteps - span.recomputeSteps],
+  ["prefill", "with prefill", (span) => span.prefillSteps],
+  ["recompute", "with recomputation", (span) => span.recomputeSteps],
+  ["dummy", "dummy steps", (span) => span.dummySteps],
+];
+
 // The figures of each engine core, as they are now.
 const FIGURE_NAMES = ["rank", "running", "waiting", "KV in use", "preemptions", "steps", "slowest worker's step"];
 const LAGGING = 1.25; // a step that takes so many times as long as that of the fastest engine core stands out
@@ -48,7 +56,7 @@ export class Waves {
     );
     this.now = element("span", { class: "nbe-now" });
     const { node, body } = panel("waves", "Engine cores", this.now);
-    this.marks = legend(["running", "own steps"], ["dummy", "dummy steps"], ["idle", "idle"], ["arrival", "request arrived"]);
+    this.marks = legend(...PHASES.map(([role, text]) => [role, text]), ["idle", "idle"], ["arrival", "request arrived"]);
     this.figures = element("tbody", {});
     const heads = FIGURE_NAMES.map((name) => element("th", { scope: "col" }, name));
     const table = element("table", { class: "nbe-skew", "aria-label": "Engine cores" }, element("thead", {}, element("tr", {}, ...heads)));
@@ -110,6 +118,10 @@ export class Waves {
     if (inLockStep) lines.push(span.isRunning ? `wave ${integer(span.wave)} runs` : "between waves");
     else lines.push(span.isRunning ? "running" : "idle");
     lines.push(`in ${duration(span.until - span.since)}: ${count(Math.round(span.steps), "step")}`);
+    for (const [, words, stepsOf] of PHASES.slice(1, 3)) {
+      const some = Math.round(stepsOf(span));
+      if (some) lines.push(`${integer(some)} ${words}`);
+    }
     if (inLockStep) lines.push(`${count(Math.round(span.dummySteps), "dummy step")}`);
     lines.push(count(span.requests, "request"));
     return lines;
@@ -229,18 +241,22 @@ export class Waves {
     }
   }
 
-  // Own steps and dummy steps share a span's height.
-  drawSpan(context, { steps, dummySteps: dummy, isRunning }, left, right, y) {
+  // The phases share a span's height.
+  drawSpan(context, span, left, right, y) {
     const { theme } = this.app;
     const width = Math.max(1, right - left);
     const top = y + 3;
     const height = RANK_HEIGHT - 13;
-    if (isRunning && steps + dummy > 0) {
-      const part = Math.round((height * dummy) / (steps + dummy));
-      context.fillStyle = theme.roles.running;
-      context.fillRect(left, top, width, height - part);
-      context.fillStyle = theme.roles.dummy;
-      context.fillRect(left, top + height - part, width, part);
+    const { isRunning } = span;
+    const all = span.steps + span.dummySteps;
+    if (isRunning && all > 0) {
+      let sum = 0;
+      for (const [role, , stepsOf] of PHASES) {
+        const from = Math.round((height * sum) / all);
+        sum += stepsOf(span);
+        context.fillStyle = theme.roles[role];
+        context.fillRect(left, top + from, width, Math.round((height * sum) / all) - from);
+      }
       return;
     }
     context.fillStyle = isRunning ? theme.roles.running : theme.muted;
