@@ -6,7 +6,7 @@
 In place of a model stands an executor that ends a step every 20 ms and writes the same token. Chats are streamed by
 readers that count on plain sockets in this process; what is measured is the server's process. In turn with it
 `AsyncLLM` in this process streams the same chats: the ratio of the two times says whether the server holds the engine
-up. First tokens are those of one chat at a time.
+up. First tokens are those of one chat at a time. The other routes that stream have their turns, too.
 
 Then the server of llama-cpp-python and ours answer short chats in turn, from the same file, with each other's threads;
 both run all the time. The peer gets the number of threads that is best in a first round, which does not count. --python
@@ -20,9 +20,10 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,43 @@ class Reading:
     events: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A route that streams: its path, the fields of a body for a number of tokens, and how an event with text looks."""
+
+    path: str
+    fields: Callable[[int], dict[str, Any]]
+    with_text: re.Pattern[bytes]
+
+
+CHAT = Route(
+    "/v1/chat/completions",
+    lambda tokens: {"messages": MESSAGES, "max_tokens": tokens, "stream_options": {"include_usage": True}},
+    re.compile(rb'"content":"[^"]'),
+)
+OTHERS = [
+    Route(
+        "/v1/completions",
+        lambda tokens: {
+            "prompt": MESSAGES[0]["content"],
+            "max_tokens": tokens,
+            "stream_options": {"include_usage": True},
+        },
+        re.compile(rb'"text":"[^"]'),
+    ),
+    Route(
+        "/v1/responses",
+        lambda tokens: {"input": MESSAGES[0]["content"], "max_output_tokens": tokens},
+        re.compile(rb'"delta":"[^"]'),
+    ),
+    Route(
+        "/v1/messages",
+        lambda tokens: {"model": "random-tiny", "messages": MESSAGES, "max_tokens": tokens},
+        re.compile(rb'"text_delta"'),
+    ),
+]
+
+
 class OverHttp:
     """Chats over HTTP, each on a connection of its own, since that is what the streams of many clients are."""
 
@@ -74,22 +112,21 @@ class OverHttp:
         self._port = int(port)
         self._process = psutil.Process(record.pid)
 
-    def cpu_seconds(self) -> float:
-        """Return the processor time of the server so far."""
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
+    async def streams(self, streams: int, tokens: int, route: Route = CHAT) -> tuple[list[Reading], float]:
+        """Stream chats side by side; return what their readers found, and the server's processor seconds a token."""
+        before = self._cpu_seconds()
+        read = await asyncio.gather(*[self.chat(tokens, route) for _ in range(streams)])
+        spent = self._cpu_seconds() - before
+        produced = sum(reading.tokens for reading in read)
+        if produced != streams * tokens:
+            raise SystemExit(f"{produced} tokens came from {route.path}, and not {streams * tokens}")
+        return read, spent / produced
 
-    async def chat(self, tokens: int) -> Reading:
+    async def chat(self, tokens: int, route: Route = CHAT) -> Reading:
         """Stream a chat of that number of tokens."""
-        fields: dict[str, Any] = {
-            "messages": MESSAGES,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        body = json.dumps({**fields, "stream_options": {"include_usage": True}}).encode()
+        body = json.dumps({**route.fields(tokens), "ignore_eos": True, "stream": True}).encode()
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+            f"POST {route.path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         reader, writer = await asyncio.open_connection(self._host, self._port)
@@ -98,13 +135,21 @@ class OverHttp:
         first, events, last = 0.0, 0, b""
         async for line in reader:
             if line.startswith(b"data: {"):
-                events += b'"content":"' in line and b'"content":""' not in line
+                events += route.with_text.search(line) is not None
                 first = first or (time.perf_counter() - begin if events else 0.0)
-                last = line
+                if b'"usage":{' in line:
+                    last = line
         writer.close()
-        return Reading(
-            first, time.perf_counter() - begin, json.loads(last[6:])["usage"]["completion_tokens"], events
-        )
+        total = time.perf_counter() - begin
+        data = json.loads(last[6:])
+        usage = data.get("usage") or data["response"]["usage"]
+        count = usage["completion_tokens"] if "completion_tokens" in usage else usage["output_tokens"]
+        return Reading(first, total, count, events)
+
+    def _cpu_seconds(self) -> float:
+        """Return the processor time of the server so far."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
 
 
 class InProcess:
@@ -130,19 +175,18 @@ async def measure(
     """Measure both sides in turn; the first round is not counted."""
     http, inside = OverHttp(record), InProcess(llm)
     cpu, events, firsts, totals = [], [], [], ([], [])
+    others: dict[str, list[float]] = {route.path: [] for route in OTHERS}
     for number in range(rounds + 1):
-        before = http.cpu_seconds()
-        read = await asyncio.gather(*[http.chat(tokens) for _ in range(streams)])
-        spent = http.cpu_seconds() - before
+        read, spent = await http.streams(streams, tokens)
         beside = await asyncio.gather(*[inside.chat(tokens) for _ in range(streams)])
         differences = [(await http.chat(1)).first - (await inside.chat(1)).first for _ in range(FIRST_TOKENS)]
+        spent_by_others = [(await http.streams(streams, tokens, route))[1] for route in OTHERS]
         if not number:
             continue
-        produced = sum(reading.tokens for reading in read)
-        if produced != streams * tokens:
-            raise SystemExit(f"{produced} tokens came, and not {streams * tokens}")
-        cpu.append(spent / produced * 1e6)
-        events.append(sum(reading.events for reading in read) / produced)
+        cpu.append(spent * 1e6)
+        for route, seconds in zip(OTHERS, spent_by_others, strict=True):
+            others[route.path].append(seconds * 1e6)
+        events.append(sum(reading.events for reading in read) / (streams * tokens))
         firsts.append(statistics.median(differences) * 1e3)
         for own, readings in zip(totals, (read, beside), strict=True):
             own.append(max(reading.total for reading in readings))
@@ -152,6 +196,10 @@ async def measure(
             "median": statistics.median(cpu),
             "limit": CPU_LIMIT_US,
         },
+        *(
+            {"what": f"the same on {path}, µs", "median": statistics.median(costs)}
+            for path, costs in others.items()
+        ),
         {"what": "events a token", "median": statistics.median(events)},
         {"what": "streams over HTTP against in process, time", "median": median_ratio(*totals)},
         {

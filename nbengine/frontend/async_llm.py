@@ -40,6 +40,7 @@ from nbengine.frontend.inspection import Inspection
 from nbengine.frontend.observability.request_watch import RequestObserver
 from nbengine.frontend.options import EngineOptions, PathName, with_engine_options
 from nbengine.frontend.outputs.output_collector import PromptCallback, RequestOutputCollector
+from nbengine.frontend.outputs.output_stream import OutputStream
 from nbengine.frontend.outputs.transcripts import Transcripts, mark
 from nbengine.frontend.parsing.reading import answer_of
 from nbengine.frontend.progress_line import start_progress
@@ -322,6 +323,38 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
             RequestLostError: the engine core that worked on it ended, and the engine goes on with others.
             EngineDeadError: the engine ended; the message has the reason and the end of its log.
         """
+        stream = await self.open_stream(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            transcript=transcript,
+            trace_headers=trace_headers,
+            on_prompt_progress=on_prompt_progress,
+        )
+        try:
+            while not stream.finished:
+                yield await stream.get()
+        finally:
+            stream.close()
+
+    async def open_stream(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        transcript: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        on_prompt_progress: PromptCallback | None = None,
+    ) -> OutputStream:
+        """Send a request and return its outputs for a reader that is called when there are some, which costs a program
+        of many streams less than a task for each of them. The arguments are those of `generate`; `close` aborts the
+        request. Errors about the arguments are raised here, the others by the stream.
+        """
         prepare = partial(
             self._prepare,
             prompt,
@@ -336,21 +369,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         prepared = await beside_loop(prompt, prepare)
         prepared[-1].on_prompt_progress = on_prompt_progress
         collector = self._send(prompt, *prepared)
-        finished = False
-        question: asyncio.TimerHandle | None = self._held_back.ask_later()
-        try:
-            while not finished:
-                output = await collector.get()
-                if question is not None:
-                    question.cancel()
-                    question = None
-                finished = output.finished
-                yield output
-        finally:
-            if question is not None:
-                question.cancel()
-            if not finished:
-                self.abort_soon(collector.engine_request_id)
+        return OutputStream(collector, self.abort_soon, self._held_back.ask_later())
 
     def observe_requests(self, observer: RequestObserver) -> None:
         """Tell an observer of every request of this object that is sent from now on, when it has ended."""

@@ -31,8 +31,7 @@ _WITH_BODY = ("POST", "PUT", "PATCH")
 class Gate:
     """The outermost application: refuses what the routes need not see, and reads bodies for them.
 
-    A route finds its request's id in `request.state.request_id`, and in `request.state.send_body` what takes the body
-    of a stream once its status is sent: all between only looks at the status.
+    A route finds its request's id in `request.state.request_id`.
     """
 
     def __init__(self, app: ASGIApp, service: EngineService, settings: ServerSettings) -> None:
@@ -49,7 +48,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
-        scope.setdefault("state", {}).update(request_id=request_id, send_body=send)
+        scope.setdefault("state", {})["request_id"] = request_id
         outgoing = _Outgoing(send, request_id, self._load(headers))
         service = self._service
         service.begin()

@@ -6,7 +6,6 @@ import asyncio
 import enum
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -19,12 +18,11 @@ from nbengine.frontend.requests.input_processor import InputProcessor, PromptTyp
 from nbengine.frontend.text.stored_templates import template_for
 from nbengine.metrics.history import MetricsHistory
 from nbengine.metrics.stats import EngineStats
-from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.server.limits import Limits
-from nbengine.server.merging import Inbox, Indexed, merged
+from nbengine.server.outputs import Outputs, Stream
 from nbengine.server.protocol.errors import INVALID_REQUEST, ApiError, unavailable
 from nbengine.server.settings import ServerSettings
 from nbengine.server.translate.conversation import own_names
@@ -86,7 +84,7 @@ class Engine(Protocol):
     async def metrics(self, last: str | float = "1h", *, rank: int | None = None) -> MetricsHistory:
         """Return what the engine's host has kept of the last time."""
 
-    def generate(
+    async def open_stream(
         self,
         prompt: PromptType,
         sampling_params: SamplingParams | None = None,
@@ -96,8 +94,8 @@ class Engine(Protocol):
         data_parallel_rank: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
         on_prompt_progress: PromptCallback | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a request's outputs; closing the generator aborts the request."""
+    ) -> Stream:
+        """Send a request and return its outputs; closing them aborts it."""
 
     def encode(
         self,
@@ -282,7 +280,7 @@ class EngineService:
 
     # Requests.
 
-    async def generate(
+    async def send(
         self,
         prompts: Sequence[PromptType],
         params: SamplingParams,
@@ -291,45 +289,39 @@ class EngineService:
         priority: int = 0,
         data_parallel_rank: int | None = None,
         reports_prompts: bool = False,
-    ) -> AsyncGenerator[Indexed, None]:
-        """Yield the outputs of several prompts as they come, each with its prompt's index; with `reports_prompts`
-        also how much of a prompt that takes several steps has been read.
+    ) -> Outputs:
+        """Send several prompts, as soon as there are places for them, and return their outputs, each with its prompt's
+        index; with `reports_prompts` also how much of a prompt that takes several steps has been read.
 
-        Closing the generator aborts what has not ended.
+        Closing the outputs aborts what has not ended. They raise what `AsyncLLM.generate` does.
 
         Raises:
             ApiError: the engine cannot answer (503), or the server is busy (429).
-            NBEngineError: a prompt or a parameter is not possible, or the engine has ended.
+            NBEngineError: a prompt or a parameter is not possible.
         """
         self.check_ready()
-        ticket = await self.limits.enter(len(prompts) * params.n)
+        outputs = Outputs(await self.limits.enter(len(prompts) * params.n))
         try:
             # While it waited, the engine may have been put to sleep, or paused.
             engine = self.check_ready()
-            inbox = Inbox() if reports_prompts else None
-            streams = [
-                engine.generate(
-                    prompt,
-                    params,
-                    request_id if len(prompts) == 1 else f"{request_id}-{index}",
-                    priority=priority,
-                    data_parallel_rank=data_parallel_rank,
-                    trace_headers=trace_headers.get(),
-                    on_prompt_progress=None if inbox is None else partial(inbox.report, index),
-                )
-                for index, prompt in enumerate(prompts)
-            ]
-            if len(streams) == 1 and inbox is None:
-                # Each generator between the engine and the socket costs every token a little.
-                async with aclosing(streams[0]) as only:
-                    async for output in only:
-                        yield 0, output
-                return
-            async with aclosing(merged(streams, inbox)) as outputs:
-                async for indexed in outputs:
-                    yield indexed
-        finally:
-            ticket.release()
+            await outputs.open(
+                [
+                    engine.open_stream(
+                        prompt,
+                        params,
+                        request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                        priority=priority,
+                        data_parallel_rank=data_parallel_rank,
+                        trace_headers=trace_headers.get(),
+                        on_prompt_progress=partial(outputs.report, index) if reports_prompts else None,
+                    )
+                    for index, prompt in enumerate(prompts)
+                ]
+            )
+        except BaseException:
+            outputs.close()
+            raise
+        return outputs
 
     async def pool(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from nbengine.frontend.parsing.answer_parser import AnswerReading
@@ -11,7 +10,7 @@ from nbengine.frontend.parsing.formats import HARMONY
 from nbengine.frontend.parsing.reading import ANSWER_KEY, added_token_ids_of
 from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.sampling_params import SamplingParams
-from nbengine.server.merging import Indexed
+from nbengine.server.outputs import Outputs
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.errors import bad_request
 from nbengine.server.service import EngineService
@@ -61,11 +60,10 @@ class ChatTurn:
         """Return the number of tokens of the rendered conversation."""
         return len(self.prompt["prompt_token_ids"])
 
-    def outputs(self) -> AsyncGenerator[Indexed, None]:
-        """Send the request and return its outputs as they come, for `take`: several for each completion if the request
-        is a stream, else one. Closing the generator aborts the request; errors are those of
-        `EngineService.generate`."""
-        return self._service.generate(
+    async def send(self) -> Outputs:
+        """Send the request and return its outputs, for `take`: several for each completion if the request is a stream,
+        else one. Errors are those of `EngineService.send`."""
+        return await self._service.send(
             [self.prompt] * self._copies,
             self.params,
             self._request_id,

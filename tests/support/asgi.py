@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ class Call:
         self.reply = Reply()
         self.gone = asyncio.Event()
         self.changed = asyncio.Event()
+        self.before_send: Callable[[], Awaitable[object]] | None = None
+        """The wait before each part of the answer."""
 
     async def run(
         self,
@@ -64,6 +66,8 @@ class Call:
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:
+            if self.before_send is not None:
+                await self.before_send()
             if message["type"] == "http.response.start":
                 self.reply.status = message["status"]
                 self.reply.headers = {

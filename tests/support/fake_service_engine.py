@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from nbengine.errors import NBEngineError
-from nbengine.frontend.outputs.output_collector import PromptCallback
+from nbengine.frontend.outputs.output_collector import PromptCallback, RequestOutputCollector, wake
+from nbengine.frontend.outputs.output_stream import OutputStream
 from nbengine.frontend.parsing.answer_parser import AnswerReading
 from nbengine.metrics.history import HistoryRow, MetricsHistory, seconds_of
 from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -65,6 +66,30 @@ class FakeFeed:
         self.messages.append(EngineStats([SchedulerStats(is_paused=is_paused)]))
 
 
+class FakeStream(OutputStream):
+    """The outputs of a request to an engine that goes on once they are read."""
+
+    writing: asyncio.Task[None]
+
+    def __init__(self, collector: RequestOutputCollector, abort: Callable[[str], None]) -> None:
+        super().__init__(collector, abort)
+        self._was_read = asyncio.Event()
+
+    async def read(self) -> None:
+        """Wait until what has been written is read."""
+        await self._was_read.wait()
+        self._was_read.clear()
+
+    def take(self) -> RequestOutput | None:
+        output = super().take()
+        self._was_read.set()
+        return output
+
+    def close(self) -> None:
+        super().close()
+        self.writing.cancel()
+
+
 class FakeEngine:
     """An engine that writes `pieces` for every completion, one a step, as `steps` lets it."""
 
@@ -109,7 +134,7 @@ class FakeEngine:
         answer = {} if self.reading is None else {"answer": self.reading}
         return {"prompt": text, "prompt_token_ids": list(map(ord, text)), **answer}
 
-    async def generate(
+    async def open_stream(
         self,
         prompt: Any,
         sampling_params: SamplingParams | None = None,
@@ -119,7 +144,7 @@ class FakeEngine:
         data_parallel_rank: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
         on_prompt_progress: PromptCallback | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> OutputStream:
         assert sampling_params is not None
         assert request_id is not None
         options = {
@@ -129,23 +154,36 @@ class FakeEngine:
         }
         self.asked.append((prompt, sampling_params, request_id, options))
         self.running += 1
-        finished = False
+        collector = RequestOutputCollector(sampling_params.output_kind, request_id, request_id)
+        collector.on_prompt_progress = on_prompt_progress
+        stream = FakeStream(collector, self._abort)
+        stream.writing = asyncio.create_task(self._write(stream, collector, prompt, sampling_params))
+        return stream
+
+    def _abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def _write(
+        self, stream: FakeStream, collector: RequestOutputCollector, prompt: Any, params: SamplingParams
+    ) -> None:
         try:
-            for progress in self.progress if on_prompt_progress is not None else ():
+            for progress in self.progress if collector.on_prompt_progress is not None else ():
                 await asyncio.sleep(0)
-                on_prompt_progress(progress)
-            for step, output in enumerate(self._outputs(prompt, sampling_params, request_id)):
+                if (waiter := collector.report(progress)) is not None:
+                    wake([waiter])
+                await stream.read()
+            for step, output in enumerate(self._outputs(prompt, params, collector.request_id)):
                 await asyncio.sleep(0)
                 if self.before_step is not None:
                     await self.before_step(step)
                 if self.error is not None and step >= self.error_at:
                     raise self.error
-                finished = output.finished
-                yield output
+                collector.put(output)
+                await stream.read()
+        except Exception as error:  # noqa: BLE001 (the reader gets it)
+            collector.put_error(error)
         finally:
             self.running -= 1
-            if not finished:
-                self.aborted.append(request_id)
 
     def _outputs(self, prompt: Any, params: SamplingParams, request_id: str) -> Iterator[RequestOutput]:
         text = prompt.get("prompt")

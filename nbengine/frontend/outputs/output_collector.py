@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -12,16 +13,38 @@ from nbengine.errors import NBEngineError
 from nbengine.outputs import PromptProgress, RequestOutput, joined
 from nbengine.sampling_params import RequestOutputKind
 
+logger = logging.getLogger(__name__)
+
 _MAX_PARTS = 64
 """Deltas that wait side by side before they are joined: joining copies all that is unread."""
 
-Waiter = asyncio.Future[None]
 PromptCallback = Callable[[PromptProgress], object]
+
+
+class DueCall:
+    """A call of `function`, on the event loop `loop`, when a request has something to read.
+
+    Outputs of many requests come in one message, and to wake a task for each of them costs more than all else that is
+    done with a token.
+    """
+
+    __slots__ = ("_loop", "function")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+        self._loop = loop
+        self.function = function
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop of the call."""
+        return self._loop
+
+
+Waiter = asyncio.Future[None] | DueCall
 
 
 class RequestOutputCollector:
     """The outputs of one request: any one thread puts them, one coroutine on any loop or one blocking thread
-    reads them.
+    reads them, or a function is called when there is something to read.
 
     Deltas are put, whatever the kind of output. Reading joins those that have come since the last time and,
     with `CUMULATIVE`, all before: a slow reader misses nothing, and what it has not read costs little more
@@ -49,6 +72,8 @@ class RequestOutputCollector:
         self._read: RequestOutput | None = None
         self._error: Exception | None = None
         self._waiter: Waiter | None = None
+        """The future or the call of a reader that waits for the next output."""
+        self._call: DueCall | None = None
         self._num_blocked = 0
 
     def put(self, delta: RequestOutput) -> None:
@@ -58,8 +83,8 @@ class RequestOutputCollector:
             wake([waiter])
 
     def add(self, delta: RequestOutput) -> Waiter | None:
-        """Hand over an output. If a coroutine waits for one, return the future that it waits on, to be given
-        to `wake`."""
+        """Hand over an output. If a coroutine waits for one, return the future that it waits on, or else the call
+        that is due, to be given to `wake`."""
         with self._lock:
             self._parts.append(delta)
             if len(self._parts) > _MAX_PARTS:
@@ -70,8 +95,8 @@ class RequestOutputCollector:
             return waiter
 
     def report(self, progress: PromptProgress) -> Waiter | None:
-        """Note how much of the prompt has been read. If a coroutine waits and wants to know, return the future that
-        it waits on, to be given to `wake`."""
+        """Note how much of the prompt has been read. If the reader waits and wants to know, return what `add`
+        returns."""
         with self._lock:
             self._progress = progress
             if self.on_prompt_progress is None:
@@ -105,7 +130,27 @@ class RequestOutputCollector:
         if self._progress is not None:
             self.tell_progress()
         with self._lock:
-            return self._take()
+            output = self._take()
+            call = self._call
+            if call is None:
+                return output
+            if self._error is None and not self._is_due:
+                self._waiter = call
+                return output
+        # What has come behind the output is told apart from it.
+        wake([call])
+        return output
+
+    def listen(self, call: DueCall) -> None:
+        """Have a call made when there is something to read, and after each `get_nowait` when there is more. It is made
+        soon, not in the middle of what brings the output."""
+        with self._lock:
+            self._call = call
+            unread = self._parts and self._parts[-1] is not self._read
+            if not (unread or self._error is not None or self._is_due):
+                self._waiter = call
+                return
+        wake([call])
 
     async def get(self) -> RequestOutput:
         """Wait for the next output; raises as `get_nowait` does."""
@@ -118,7 +163,8 @@ class RequestOutputCollector:
                     return output
                 if self._progress is not None and self._is_due:
                     continue
-                waiter = self._waiter = asyncio.get_running_loop().create_future()
+                waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._waiter = waiter
             await waiter
 
     def get_blocking(self, timeout: float | None = None) -> RequestOutput:
@@ -184,11 +230,17 @@ class RequestOutputCollector:
 
 
 def wake(waiters: Iterable[Waiter]) -> None:
-    """Wake the coroutines behind these futures, with one call into each of their event loops."""
+    """Wake the coroutines behind these futures and make these calls, with one call into each of their event loops."""
     here = asyncio._get_running_loop()
     by_loop: dict[asyncio.AbstractEventLoop, list[Waiter]] = {}
+    own: list[Waiter] = []
+    known = None
     for waiter in waiters:
-        by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+        # Nearly always they have the same loop.
+        loop = waiter.get_loop()
+        if loop is not known:
+            known, own = loop, by_loop.setdefault(loop, [])
+        own.append(waiter)
     for loop, its_waiters in by_loop.items():
         if loop is here:
             _resolve(its_waiters)
@@ -199,6 +251,22 @@ def wake(waiters: Iterable[Waiter]) -> None:
 
 
 def _resolve(waiters: list[Waiter]) -> None:
+    calls = []
     for waiter in waiters:
-        if not waiter.done():
+        if isinstance(waiter, DueCall):
+            calls.append(waiter.function)
+        elif not waiter.done():
             waiter.set_result(None)
+    if calls:
+        # What else comes in this turn of the loop is joined first; and a call may do what must not happen in the
+        # middle of a batch, such as to abort a request.
+        asyncio.get_running_loop().call_soon(_make, calls)
+
+
+def _make(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        try:
+            call()
+        except Exception:
+            # The readers of other requests are called all the same.
+            logger.exception("outputs of a request cannot be handed over")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.decoding import BodyDecoder
 from nbengine.server.replies import json_reply
 from nbengine.server.routes.common import id_of, now, service_of, stream_of
-from nbengine.server.sse import DONE, EventStream, event, until_disconnect
+from nbengine.server.sse import DONE, EventStream, event, take_all, until_disconnect
 from nbengine.server.translate.chat_events import ChatChunks, ChatCompletion, ChatForm
 from nbengine.server.translate.chat_request import echoed_text
 from nbengine.server.turns import ChatTurn, open_turn
@@ -39,29 +38,37 @@ async def chat_completions(request: Request) -> Response | EventStream:
         echo=echoed_text(asked),
     )
     if asked.stream:
-        return stream_of(request, _events(turn, form))
+        return stream_of(request, turn.send, _Events(turn, form))
     body = await until_disconnect(request.receive, _whole(turn, form))
     return json_reply(body)
 
 
-async def _events(turn: ChatTurn, form: ChatForm) -> AsyncGenerator[bytes, None]:
-    chunks = ChatChunks(form, event)
-    async with aclosing(turn.outputs()) as outputs:
-        async for position, output in outputs:
-            for part in turn.take(position, output):
-                for chunk in chunks.add(part, turn.usage() if form.running_usage else None):
-                    yield chunk
-    for chunk in chunks.end(turn.usage()):
-        yield chunk
-    yield DONE
+class _Events:
+    """The events of a stream."""
+
+    def __init__(self, turn: ChatTurn, form: ChatForm) -> None:
+        self._turn = turn
+        self._chunks = ChatChunks(form, event)
+        self._running_usage = form.running_usage
+
+    def take(self, position: int, output: RequestOutput | PromptProgress) -> bytes:
+        chunks: list[bytes] = []
+        for part in self._turn.take(position, output):
+            chunks += self._chunks.add(part, self._turn.usage() if self._running_usage else None)
+        return b"".join(chunks)
+
+    def end(self) -> bytes:
+        return b"".join([*self._chunks.end(self._turn.usage()), DONE])
 
 
 async def _whole(turn: ChatTurn, form: ChatForm) -> dict[str, Any]:
     completion = ChatCompletion(form)
-    async with aclosing(turn.outputs()) as outputs:
-        async for position, output in outputs:
-            for part in turn.take(position, output):
-                completion.add(part)
+
+    def take(position: int, output: RequestOutput | PromptProgress) -> None:
+        for part in turn.take(position, output):
+            completion.add(part)
+
+    await take_all(turn.send, take)
     return completion.response(turn.usage())
 
 

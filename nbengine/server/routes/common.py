@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.requests import Request
 
+from nbengine.server.outputs import Outputs
 from nbengine.server.service import EngineService
-from nbengine.server.sse import EventStream
+from nbengine.server.sse import Events, EventStream
 
 
 def service_of(request: Request) -> EngineService:
@@ -28,6 +30,9 @@ def now() -> int:
     return int(time.time())
 
 
-def stream_of(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
-    """Make the response of encoded events."""
-    return EventStream(events, ping_interval=service_of(request).settings.ping_interval)
+def stream_of(
+    request: Request, send_request: Callable[[], Awaitable[Outputs]], events: Events, **options: Any
+) -> EventStream:
+    """Make the response of events; `options` are those of `EventStream`."""
+    interval = service_of(request).settings.ping_interval
+    return EventStream(send_request, events, ping_interval=interval, **options)

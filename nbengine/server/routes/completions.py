@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -12,13 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nbengine.server.merging import Indexed
+from nbengine.outputs import PromptProgress, RequestOutput
+from nbengine.server.outputs import Outputs
 from nbengine.server.protocol.completions import CompletionRequest
 from nbengine.server.protocol.decoding import BodyDecoder
 from nbengine.server.replies import json_reply
 from nbengine.server.routes.common import id_of, now, service_of, stream_of
 from nbengine.server.service import EngineService
-from nbengine.server.sse import DONE, EventStream, event, until_disconnect
+from nbengine.server.sse import DONE, EventStream, event, take_all, until_disconnect
 from nbengine.server.translate.answers import AnswerReader
 from nbengine.server.translate.completions import (
     Completion,
@@ -31,7 +31,6 @@ from nbengine.server.translate.completions import (
 from nbengine.server.translate.sampling import copies_of
 
 _decoder = BodyDecoder(CompletionRequest, "/v1/completions")
-Outputs = AsyncGenerator[Indexed, None]
 
 
 async def completions(request: Request) -> Response | EventStream:
@@ -47,7 +46,8 @@ async def completions(request: Request) -> Response | EventStream:
         encode = partial(service.engine.input_processor.encoder.encode, add_special_tokens=False)
         prompts = await asyncio.to_thread(with_tokens, prompts, encode)
     request_id = f"cmpl-{id_of(request)}"
-    outputs = service.generate(
+    send_request = partial(
+        service.send,
         [prompt for prompt in prompts for _ in range(copies)],
         params,
         request_id,
@@ -70,30 +70,41 @@ async def completions(request: Request) -> Response | EventStream:
     )
     answer = Completion(form, reader.first_outputs, _decode_with(service))
     if asked.stream:
-        return stream_of(request, _events(outputs, reader, answer, running=asked.wants_running_usage))
-    return json_reply(await until_disconnect(request.receive, _whole(outputs, reader, answer)))
+        return stream_of(
+            request, send_request, _Events(reader, answer, running_usage=asked.wants_running_usage)
+        )
+    return json_reply(await until_disconnect(request.receive, _whole(send_request, reader, answer)))
 
 
-async def _events(
-    outputs: Outputs, reader: AnswerReader, answer: Completion, *, running: bool
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(outputs):
-        async for position, output in outputs:
-            for part in reader.take(position, output):
-                chunk = answer.chunk(part, reader.usage() if running else None)
-                if chunk is not None:
-                    yield event(chunk)
-    last = answer.end(reader.usage())
-    if last is not None:
-        yield event(last)
-    yield DONE
+class _Events:
+    """The events of a stream."""
+
+    def __init__(self, reader: AnswerReader, answer: Completion, *, running_usage: bool) -> None:
+        self._reader = reader
+        self._answer = answer
+        self._running_usage = running_usage
+
+    def take(self, position: int, output: RequestOutput | PromptProgress) -> bytes:
+        chunks: list[bytes] = []
+        for part in self._reader.take(position, output):
+            chunk = self._answer.chunk(part, self._reader.usage() if self._running_usage else None)
+            if chunk is not None:
+                chunks.append(event(chunk))
+        return b"".join(chunks)
+
+    def end(self) -> bytes:
+        last = self._answer.end(self._reader.usage())
+        return DONE if last is None else event(last) + DONE
 
 
-async def _whole(outputs: Outputs, reader: AnswerReader, answer: Completion) -> dict[str, Any]:
-    async with aclosing(outputs):
-        async for position, output in outputs:
-            for part in reader.take(position, output):
-                answer.add(part)
+async def _whole(
+    send_request: Callable[[], Awaitable[Outputs]], reader: AnswerReader, answer: Completion
+) -> dict[str, Any]:
+    def take(position: int, output: RequestOutput | PromptProgress) -> None:
+        for part in reader.take(position, output):
+            answer.add(part)
+
+    await take_all(send_request, take)
     return answer.response(reader.usage())
 
 

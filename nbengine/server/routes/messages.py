@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -11,13 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.decoding import BodyDecoder
 from nbengine.server.protocol.errors import ApiError
 from nbengine.server.protocol.messages import CountTokensRequest, MessagesRequest
 from nbengine.server.replies import json_reply
-from nbengine.server.routes.common import service_of
-from nbengine.server.sse import EventStream, event, until_disconnect
+from nbengine.server.routes.common import service_of, stream_of
+from nbengine.server.sse import EventStream, event, take_all, until_disconnect
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.conversation import own_names
 from nbengine.server.translate.messages_events import Event, MessageBuilder, new_message_id
@@ -33,11 +32,10 @@ async def create_message(request: Request) -> Response | EventStream:
     asked = _decoder.decode(await request.body())
     message_id = new_message_id()
     turn = await _open(request, chat_body(asked), message_id)
-    builder = MessageBuilder(asked, turn.model, message_id)
+    answer = _Answer(turn, MessageBuilder(asked, turn.model, message_id))
     if asked.stream:
-        interval = service_of(request).settings.ping_interval
-        return EventStream(_encoded(turn, builder), ping_interval=interval, failure=_failure)
-    return json_reply(await until_disconnect(request.receive, _whole(turn, builder)))
+        return stream_of(request, turn.send, answer, failure=_failure, names=CHAT_NAMES)
+    return json_reply(await until_disconnect(request.receive, answer.whole()))
 
 
 async def count_tokens(request: Request) -> Response:
@@ -54,34 +52,43 @@ async def _open(request: Request, body: dict[str, Any], message_id: str) -> Chat
         return await open_turn(service_of(request), msgspec.convert(body, ChatCompletionRequest), message_id)
 
 
-async def _events(turn: ChatTurn, builder: MessageBuilder) -> AsyncGenerator[Event, None]:
-    last: AnswerPart | None = None
-    with own_names(CHAT_NAMES):
-        async with aclosing(turn.outputs()) as outputs:
-            async for position, output in outputs:
-                for part in turn.take(position, output):
-                    if last is None:
-                        for made in builder.start(turn.usage()):
-                            yield made
-                    last = part
-                    for made in builder.add(part.deltas):
-                        yield made
-    reason, stop = (None, None) if last is None else (last.finish_reason, last.stop_reason)
-    for made in builder.finish(reason or "stop", stop, turn.usage()):
-        yield made
+class _Answer:
+    """The answer to one request: the events of its stream, or the whole."""
+
+    def __init__(self, turn: ChatTurn, builder: MessageBuilder) -> None:
+        self._turn = turn
+        self._builder = builder
+        self._last: AnswerPart | None = None
+
+    def take(self, position: int, output: RequestOutput | PromptProgress) -> bytes:
+        return b"".join(map(_encoded, self._events(position, output)))
+
+    def end(self) -> bytes:
+        return b"".join(map(_encoded, self._end_events()))
+
+    async def whole(self) -> dict[str, Any]:
+        with own_names(CHAT_NAMES):
+            await take_all(self._turn.send, self._events)
+        self._end_events()
+        return self._builder.message
+
+    def _events(self, position: int, output: RequestOutput | PromptProgress) -> list[Event]:
+        events: list[Event] = []
+        for part in self._turn.take(position, output):
+            if self._last is None:
+                events += self._builder.start(self._turn.usage())
+            self._last = part
+            events += self._builder.add(part.deltas)
+        return events
+
+    def _end_events(self) -> list[Event]:
+        last = self._last
+        reason, stop = (None, None) if last is None else (last.finish_reason, last.stop_reason)
+        return self._builder.finish(reason or "stop", stop, self._turn.usage())
 
 
-async def _encoded(turn: ChatTurn, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
-    async with aclosing(_events(turn, builder)) as events:
-        async for made in events:
-            yield event(made, made["type"])
-
-
-async def _whole(turn: ChatTurn, builder: MessageBuilder) -> dict[str, Any]:
-    async with aclosing(_events(turn, builder)) as events:
-        async for _ in events:
-            pass
-    return builder.message
+def _encoded(made: Event) -> bytes:
+    return event(made, made["type"])
 
 
 def _failure(error: ApiError) -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -11,14 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.decoding import BodyDecoder
 from nbengine.server.protocol.errors import ApiError
 from nbengine.server.protocol.responses import ResponsesRequest
 from nbengine.server.replies import json_reply
 from nbengine.server.response_store import ResponseStore
-from nbengine.server.routes.common import now, service_of
-from nbengine.server.sse import EventStream, event, until_disconnect
+from nbengine.server.routes.common import now, service_of, stream_of
+from nbengine.server.sse import EventStream, event, take_all, until_disconnect
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.conversation import ChatMessage, own_names
 from nbengine.server.translate.logprobs import chat_logprobs
@@ -50,38 +49,38 @@ class _Answer:
         self._top_logprobs = (asked.top_logprobs or 0) if wants_logprobs(asked) else None
         self._conversation = conversation
         self._store = store if asked.store is not False else None
+        self._last: AnswerPart | None = None
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events of the stream; those at the beginning wait for the engine to take the request."""
-        last: AnswerPart | None = None
-        with own_names(CHAT_NAMES):
-            async with aclosing(self._turn.outputs()) as outputs:
-                async for position, output in outputs:
-                    for part in self._turn.take(position, output):
-                        if last is None:
-                            for made in self.builder.start():
-                                yield made
-                        last = part
-                        for made in self.builder.add(part.deltas, self._logprobs(part)):
-                            yield made
-        reason = None if last is None else last.finish_reason
-        for made in self.builder.finish(reason or "stop", self._turn.usage()):
-            # A caller who has seen the end may go on from it at once.
-            self._keep()
-            yield made
+    def take(self, position: int, output: RequestOutput | PromptProgress) -> bytes:
+        """Return the events that an output brings; those at the beginning wait for the engine to take the request."""
+        return b"".join(map(_encoded, self._events(position, output)))
 
-    async def encoded(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events as bytes."""
-        async with aclosing(self.events()) as events:
-            async for made in events:
-                yield _encoded(made)
+    def end(self) -> bytes:
+        """Return the events at the end."""
+        return b"".join(map(_encoded, self._end_events()))
 
     async def whole(self) -> dict[str, Any]:
         """Return the response when it is complete."""
-        async with aclosing(self.events()) as events:
-            async for _ in events:
-                pass
+        with own_names(CHAT_NAMES):
+            await take_all(self._turn.send, self._events)
+        self._end_events()
         return self.builder.response
+
+    def _events(self, position: int, output: RequestOutput | PromptProgress) -> list[Event]:
+        events: list[Event] = []
+        for part in self._turn.take(position, output):
+            if self._last is None:
+                events += self.builder.start()
+            self._last = part
+            events += self.builder.add(part.deltas, self._logprobs(part))
+        return events
+
+    def _end_events(self) -> list[Event]:
+        reason = None if self._last is None else self._last.finish_reason
+        events = self.builder.finish(reason or "stop", self._turn.usage())
+        # A caller who has seen the end may go on from it at once.
+        self._keep()
+        return events
 
     def failure(self, error: ApiError) -> bytes:
         """Return the end of a stream that fails."""
@@ -108,8 +107,7 @@ async def create_response(request: Request) -> Response | EventStream:
     turn = await _open(request, chat_body(asked, conversation), response_id)
     answer = _Answer(asked, turn, response_id, conversation, store)
     if asked.stream:
-        interval = service_of(request).settings.ping_interval
-        return EventStream(answer.encoded(), ping_interval=interval, failure=answer.failure)
+        return stream_of(request, turn.send, answer, failure=answer.failure, names=CHAT_NAMES)
     return json_reply(await until_disconnect(request.receive, answer.whole()))
 
 

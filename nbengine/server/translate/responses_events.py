@@ -29,6 +29,7 @@ _ECHOED = (
 )
 _FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """The codes of errors in a response, which are not those of OpenAI's error object, by HTTP's status."""
+_DELTAS = {"text": "response.output_text.delta", "reasoning": "response.reasoning_text.delta"}
 _ITEM_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
@@ -51,6 +52,8 @@ class ResponseBuilder:
         self._segmenter = Segmenter(self)
         self._item_suffix = response_id.partition("_")[2]
         self._output: list[dict[str, Any]] = []
+        self._open_place = ("", 0)
+        """The id and the index of the item that is open."""
         self.response = _begun(request, model, response_id, created_at)
 
     def start(self) -> list[Event]:
@@ -89,20 +92,29 @@ class ResponseBuilder:
 
     def opened(self, segment: Segment) -> None:
         """Emit the beginning of an item, unless it is a call: those are emitted when they are whole."""
+        self._open_place = self._item_id(segment), len(self._output)
         if segment.kind != "call":
             self._emit_added(segment)
             self._emit_part("added", segment, _part(segment, "", []))
 
     def grown(self, segment: Segment, text: str, logprobs: Logprobs, /) -> None:
         """Emit more of an item."""
-        place = self._place(segment)
-        match segment.kind:
-            case "text":
-                self._emit(
-                    "response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs
-                )
-            case "reasoning":
-                self._emit("response.reasoning_text.delta", **place, content_index=0, delta=text)
+        if segment.kind == "call":
+            return
+        # Nearly all events are made here, so that no dictionaries are put together.
+        item_id, output_index = self._open_place
+        made: Event = {
+            "type": _DELTAS[segment.kind],
+            "sequence_number": self._sequence,
+            "item_id": item_id,
+            "output_index": output_index,
+            "content_index": 0,
+            "delta": text,
+        }
+        if segment.kind == "text":
+            made["logprobs"] = logprobs
+        self._events.append(made)
+        self._sequence += 1
 
     def closed(self, segment: Segment) -> None:
         """Emit the end of an item, and keep it for the response."""

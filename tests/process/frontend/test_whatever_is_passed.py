@@ -24,6 +24,7 @@ SENT: dict[str, Any] = {**REQUEST, "data_parallel_rank": None, "transcript": Non
 POOLED: dict[str, Any] = {"prompt": "x", "pooling_params": None, "request_id": None, "priority": 0}
 CALLS: dict[str, dict[str, Any]] = {
     "generate": {**SENT, "on_prompt_progress": None},
+    "open_stream": {**SENT, "on_prompt_progress": None},
     "submit": {**SENT, "written": ()},
     "encode": {**POOLED, "pooling_params": PoolingParams()},
     "embed": POOLED,
@@ -110,6 +111,13 @@ async def used(llm: AsyncLLM, method: str, arguments: dict[str, Any]) -> None:
     if inspect.isasyncgen(given_back):
         async for _ in given_back:
             pass
+    elif method == "open_stream":
+        stream = await given_back
+        try:
+            while not stream.finished:
+                await stream.get()
+        finally:
+            stream.close()
     elif inspect.isawaitable(given_back):
         await given_back
     elif method == "submit":

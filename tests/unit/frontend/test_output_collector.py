@@ -12,8 +12,9 @@ from types import FrameType
 import pytest
 
 from nbengine.errors import EngineDeadError, NBEngineError
-from nbengine.frontend.outputs.output_collector import RequestOutputCollector
-from nbengine.outputs import CompletionOutput, RequestOutput
+from nbengine.frontend.outputs.output_collector import DueCall, RequestOutputCollector, wake
+from nbengine.frontend.outputs.output_stream import OutputStream
+from nbengine.outputs import CompletionOutput, PromptProgress, RequestOutput
 from nbengine.sampling_params import RequestOutputKind
 
 DELTA = RequestOutputKind.DELTA
@@ -213,3 +214,151 @@ def test_a_reader_whose_loop_is_closed_does_not_disturb_the_producer() -> None:
     loop.close()
     queue.put(output("a", [1]))
     assert queue.get_nowait() is not None
+
+
+class Listener:
+    """A reader that is called: it takes what has come, unless it `rests`."""
+
+    def __init__(self, queue: RequestOutputCollector) -> None:
+        self.queue = queue
+        self.texts: list[str] = []
+        self.calls = 0
+        self.rests = False
+        self.ended = asyncio.Event()
+        queue.listen(DueCall(asyncio.get_running_loop(), self.on_due))
+
+    def on_due(self) -> None:
+        self.calls += 1
+        if not self.rests:
+            self.take()
+
+    def take(self) -> None:
+        try:
+            found = self.queue.get_nowait()
+        except NBEngineError as error:
+            self.texts.append(str(error))
+            self.ended.set()
+            return
+        if found is not None:
+            self.texts.append(found.outputs[0].text)
+            if found.finished:
+                self.ended.set()
+
+
+async def turns(number: int = 5) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
+async def test_a_reader_that_is_called_misses_nothing_that_another_thread_puts(
+    kind: RequestOutputKind,
+) -> None:
+    queue = collector(kind)
+    listener = Listener(queue)
+
+    def produce() -> None:
+        for number in range(300):
+            queue.put(output(f"{number},", [number], finished=number == 299))
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    await asyncio.wait_for(listener.ended.wait(), 60)
+    producer.join()
+    whole = "".join(f"{number}," for number in range(300))
+    assert (listener.texts[-1] if kind is CUMULATIVE else "".join(listener.texts)) == whole
+
+
+async def test_a_reader_is_called_once_for_what_comes_in_one_turn_of_its_loop() -> None:
+    queue = collector()
+    queue.put(output("a", [1]))
+    listener = Listener(queue)
+    queue.put(output("b", [2]))
+    assert listener.calls == 0
+    await turns()
+    assert listener.texts == ["ab"]
+    for text in "cde":
+        queue.put(output(text, [3]))
+    assert listener.calls == 1
+    await turns()
+    assert (listener.texts, listener.calls) == (["ab", "cde"], 2)
+
+
+async def test_a_reader_that_does_not_take_is_not_called_again_and_loses_nothing() -> None:
+    queue = collector()
+    listener = Listener(queue)
+    listener.rests = True
+    for number in range(200):
+        queue.put(output("x", [number]))
+        await turns(1)
+    assert listener.calls == 1
+    listener.rests = False
+    listener.take()
+    assert listener.texts == ["x" * 200]
+    queue.put(output("y", [1]))
+    await turns()
+    assert (listener.texts[1:], listener.calls) == (["y"], 2)
+
+
+async def test_a_reader_is_called_for_an_error_behind_an_output_and_for_progress() -> None:
+    queue = collector()
+    told: list[PromptProgress] = []
+    queue.on_prompt_progress = told.append
+    listener = Listener(queue)
+    progress = [PromptProgress("r", 100, number, 0, 1.0) for number in (10, 20)]
+    for each in progress:
+        if (waiter := queue.report(each)) is not None:
+            wake([waiter])
+    await turns()
+    assert (told, listener.texts) == (progress[-1:], [])
+    queue.put(output("a", [1]))
+    queue.put_error(EngineDeadError("gone"))
+    await turns()
+    assert listener.texts == ["a", "gone"]
+
+
+async def test_a_reader_that_fails_does_not_keep_the_others_from_being_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    queues = [collector() for _ in range(3)]
+    listeners = [Listener(queue) for queue in queues]
+
+    def fail() -> None:
+        raise ValueError("its own fault")
+
+    queues[1].listen(DueCall(asyncio.get_running_loop(), fail))
+    waiters = [queue.add(output("a", [1])) for queue in queues]
+    wake([waiter for waiter in waiters if waiter is not None])
+    await turns()
+    assert [listener.texts for listener in listeners] == [["a"], [], ["a"]]
+    assert "its own fault" in caplog.text
+
+
+async def test_leaving_a_stream_aborts_its_request_once_and_not_behind_its_end() -> None:
+    aborted: list[str] = []
+    for ends in (False, True):
+        queue = collector()
+        stream = OutputStream(queue, aborted.append)
+        queue.put(output("a", [1], finished=ends))
+        assert (await stream.get()).outputs[0].text == "a"
+        assert stream.finished is ends
+        stream.close()
+        stream.close()
+    assert aborted == ["r-12345678"]
+
+
+@pytest.mark.parametrize("how", ["get", "take", "close"])
+async def test_the_question_why_nothing_comes_is_dropped_with_the_first_output_or_the_end(how: str) -> None:
+    queue = collector()
+    question = asyncio.get_running_loop().call_later(3600, lambda: None)
+    stream = OutputStream(queue, lambda request_id: None, question)
+    assert stream.take() is None
+    assert not question.cancelled()
+    queue.put(output("a", [1]))
+    if how == "get":
+        await stream.get()
+    elif how == "take":
+        stream.take()
+    else:
+        stream.close()
+    assert question.cancelled()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import gc
+import weakref
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import h11
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from nbengine.server.http_protocol import MAX_HEADER_BYTES, HttpProtocol, StreamedConnection
+from nbengine.server.http_protocol import MAX_HEADER_BYTES, WRITE_PART, HttpProtocol, StreamedConnection
 
 PARTS = [b"a", b"", b"data: x\n\n", b"y" * 70_000, b"\r\n0\r\n\r\n"]
 REQUESTS = [
@@ -63,6 +65,18 @@ def test_nothing_follows_the_end_of_a_stream() -> None:
         own.send(h11.Data(data=b"more"))
 
 
+async def parts(scope: Scope, receive: Receive, send: Send) -> None:
+    """Send parts as streams do: at once where that is possible, and else as ASGI has it."""
+    write = scope["state"][WRITE_PART]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    at_once = [write(part) for part in PARTS if part]
+    if not all(at_once):
+        assert not any(at_once)
+        for part in PARTS:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     body, more = b"", True
     while more:
@@ -74,14 +88,18 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def connected() -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter], None]:
-    """Open a connection to a server that sends bodies back."""
-    config = uvicorn.Config(echo, http=HttpProtocol, ws="none", lifespan="off", log_config=None)
+async def connected(
+    app: ASGIApp = echo, made: Callable[[HttpProtocol], object] = id
+) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter], None]:
+    """Open a connection to a server of an application; `made` is told of the server's side of it."""
+    config = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="off", log_config=None)
     config.load()
     state = ServerState()
 
     def protocol() -> Any:
-        return HttpProtocol(config=config, server_state=state, app_state={})
+        protocol = HttpProtocol(config=config, server_state=state, app_state={})
+        made(protocol)
+        return protocol
 
     server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
@@ -105,3 +123,62 @@ async def test_headers_without_an_end_are_refused_at_their_limit() -> None:
     async with connected() as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nX-Long: " + b"x" * (2 * MAX_HEADER_BYTES))
         assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(("request_bytes", "framed"), [(REQUESTS[0], True), (REQUESTS[2], False)])
+async def test_parts_that_are_written_at_once_are_framed_as_those_of_asgi(
+    request_bytes: bytes, framed: bool
+) -> None:
+    async with connected(parts) as (reader, writer):
+        writer.write(request_bytes)
+        await reader.readuntil(b"\r\n\r\n")
+        body = b"".join(PARTS)
+        if framed:
+            frames = [b"%x\r\n%b\r\n" % (len(part), part) for part in PARTS if part]
+            body = b"".join(frames) + b"0\r\n\r\n"
+        assert await reader.readexactly(len(body)) == body
+
+
+async def test_nothing_is_written_at_once_to_a_reader_that_is_behind_or_has_gone() -> None:
+    protocols: list[HttpProtocol] = []
+    asked = asyncio.Event()
+    left = asyncio.Event()
+    wrote: list[bool] = []
+
+    async def flood(scope: Scope, receive: Receive, send: Send) -> None:
+        write = scope["state"][WRITE_PART]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while write(b"x" * 65536):
+            wrote.append(True)
+        asked.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        wrote.append(write(b"x"))
+        left.set()
+
+    async with connected(flood, protocols.append) as (_, writer):
+        writer.write(REQUESTS[0])
+        await asyncio.wait_for(asked.wait(), 60)
+        (protocol,) = protocols
+        # What the operating system has no room for waits in the transport, and that is little.
+        assert 0 < protocol.transport.get_write_buffer_size() < 256 << 10
+        assert all(wrote)
+        writer.transport.abort()
+        await asyncio.wait_for(left.wait(), 60)
+    assert wrote[-1] is False
+
+
+async def test_a_connection_leaves_nothing_for_the_collector_of_cycles() -> None:
+    made: list[weakref.ref[HttpProtocol]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        async with connected(parts, lambda protocol: made.append(weakref.ref(protocol))) as (reader, writer):
+            writer.write(REQUESTS[0].replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            await reader.read()
+            writer.close()
+            while made[0]() is not None:
+                # It goes as soon as the loop has told it of the end.
+                await asyncio.sleep(0)
+    finally:
+        gc.enable()

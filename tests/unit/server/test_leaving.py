@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 import pytest
 from asgi import Call, Reply
 from fake_service_engine import FakeEngine, FakeServer
+
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_stream import OutputStream
+from nbengine.server.outputs import Outputs
+from nbengine.server.sse import EventStream
 
 HELLO = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -65,3 +71,21 @@ async def test_nothing_is_left_of_200_streams_of_which_a_third_leaves(path: str)
     service = fake.service
     assert (engine.running, service.limits.num_running, service.limits.num_waiting) == (0, 0, 0)
     assert (service.num_active, service.num_body_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_answered_stream_leaves_nothing_for_the_collector_of_cycles(path: str) -> None:
+    fake = await FakeServer(FakeEngine(PIECES)).start()
+    body = json.dumps({**BODIES[path], "stream": True}).encode()
+    kinds = (EventStream, Outputs, OutputStream, RequestOutputCollector)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert (await Call().run(fake.app, "POST", path, body, HEADERS)).complete
+        # What the loop still has to call ends first.
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert [each for each in gc.get_objects() if isinstance(each, kinds)] == []
+    finally:
+        gc.enable()
