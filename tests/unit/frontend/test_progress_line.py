@@ -17,6 +17,7 @@ from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.progress_line import progress_line, start_progress
 from nbengine.ipc.control_messages import Progress
 from nbengine.runtime.progress import ProgressCallback
+from nbengine.widgets.processes.progress import StartProgress
 
 STEPS = [
     Progress("load"),
@@ -103,6 +104,8 @@ class Cell:
 
 @pytest.fixture
 def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    # What shows the stages needs the real package, and is imported before another one takes its name.
+    assert StartProgress.__module__ in sys.modules
     cell = Cell()
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: cell))
     return cell
