@@ -51,7 +51,9 @@ def warm_kernels(directory: Path, environment: dict[str, str]) -> Iterator[dict[
     sys.path.append(str(path))
     try:
         with (
-            _listening("notebook_support.copied_engines", variables[ENGINES_VARIABLE], environment | variables),
+            _listening(
+                "notebook_support.copied_engines", variables[ENGINES_VARIABLE], environment | variables
+            ),
             _listening("notebook_support.warm_kernels", variables[SOCKET_VARIABLE], environment | variables),
         ):
             yield variables
