@@ -30,8 +30,15 @@ from nbengine.magics.generation import readiness, waits
 engine.STATUS_SECONDS = readiness.PATIENCE = waits.PATIENCE = 60.0
 """
 """On a machine that does other things, an engine core that has nothing to do may take a second to say so."""
-WITHOUT_SPARE = f"{PATIENT}get_config().NBEngine.spare_engine = False\n"
-
+WITHOUT_SPARE = f"""\
+{PATIENT}get_config().NBEngine.spare_engine = False
+import os
+if "JPY_SESSION_NAME" in os.environ:
+    from nbengine.magics.generation import view
+    view.UPDATE_SECONDS = 0.2
+"""
+"""An answer that streams in a page of JupyterLab is drawn five times a second instead of 25: each time JupyterLab computes
+the styles of its whole page again, a third of a processor's time. Kernels without a page draw as people's do."""
 
 SERVER_LOG = pytest.StashKey[Path]()
 
@@ -53,7 +60,7 @@ def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
 
     They start no spare engines, which import torch: most engines here write the alphabet and need none, and a
     kernel that attaches to an engine starts none. `with_spare_engines` is for who wants them. They are forks of a process
-    that has imported what they need (`notebook_support/warm_kernels.py`).
+    that has imported what they need (`notebook_support/warm_kernels.py`), and their engines are copies of another.
     """
     with tempfile.TemporaryDirectory(prefix="nbk-") as directory:
         configuration_of(Path(directory)).parent.mkdir(parents=True)
@@ -64,7 +71,12 @@ def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
             "NBENGINE_RUNTIME_DIR": f"{directory}/engines",
             "XDG_RUNTIME_DIR": directory,
             "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+                [
+                    str(Path(__file__).parent),
+                    # Copies of engines are made as in the tests of processes.
+                    str(Path(__file__).parents[1] / "process"),
+                    *filter(None, [os.environ.get("PYTHONPATH")]),
+                ]
             ),
         }
         with pytest.MonkeyPatch.context() as patch:
@@ -83,8 +95,8 @@ def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def with_spare_engines(notebook_environment: dict[str, str]) -> Iterator[None]:
-    """Kernels that start during the test are configured as those of people are, apart from their patience, and are
-    no forks."""
+    """Kernels that start during the test are configured as those of people are, apart from their patience; they are no
+    forks, and their engines no copies."""
     configuration = configuration_of(directory_of(notebook_environment))
     configuration.write_text(PATIENT)
     with cold_kernels(notebook_environment):

@@ -188,8 +188,8 @@ def test_answers_have_the_shape_that_the_example_asks_for(run_example: RunExampl
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_chunks_and_preemptions_are_seen_as_the_example_says(run_in_lab: RunExample) -> None:
-    code = run_in_lab("06_inside_the_scheduler")
+def test_chunks_and_preemptions_are_seen_as_the_example_says(run_example: RunExample) -> None:
+    code = run_example("06_inside_the_scheduler")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     told = next(text for line, text in shown.items() if line.startswith("preempted = "))
     preempted = [int(number) for number in re.findall(r"\d+", told.splitlines()[0])]

@@ -53,9 +53,11 @@ def test_jupyter_execute_runs_a_notebook(
 
 @pytest.fixture(scope="module")
 def kernel_of(request: pytest.FixtureRequest, notebook_environment: dict[str, str]) -> Iterator[Kernel]:
-    """A kernel of some version of ipykernel, with an engine that writes 200 tokens a second; it is no fork."""
-    environment = cold(notebook_environment)
+    """A kernel of some version of ipykernel, with an engine that writes 200 tokens a second; another version's is no
+    fork."""
+    environment = notebook_environment
     if request.param != ENVIRONMENTS_OWN:
+        environment = cold(notebook_environment)
         directory = KERNELS / f"ipykernel-{request.param}"
         if not directory.is_dir():
             pytest.skip(f"ipykernel {request.param} is not in {KERNELS} (make installs it there)")

@@ -16,6 +16,8 @@ FLAGS = [
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
+    # What draws without a GPU needs no process of its own, and costs a tenth less without one.
+    "--in-process-gpu",
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",

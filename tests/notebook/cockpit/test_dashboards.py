@@ -31,43 +31,46 @@ def test_the_dashboard_changes_while_a_cell_streams_and_while_the_kernel_is_idle
     board = cockpit.dashboard()
     expect(board.state).to_have_text("idle")
     before = board.num_steps
-    cell = cockpit.start("%%generate -o answer --raw --max-tokens 1350\nWrite the alphabet")
-    row = board.running()
-    board.wait_for_output(row, 20)
-    number = number_of(row)
-    assert board.state.inner_text() == "running"
-    assert board.counts["held"] > 0
-    cell_pixels = board.pixels_of_request(number)
-    assert cell_pixels > 50
-    assert board.colors("timeline")[color(ROLES["decode"])] > 20
-    steps = board.num_steps
-    assert steps > before + 10
-    board.wait_for_output(row, board.wait_for_output(row, 20) + 60)
-    assert board.num_steps >= steps + 60
-    assert board.tile("tokens out").endswith("/s")
-    # It has a pace of 100 tokens a second, which a busy machine does not keep.
-    assert 0 < float(board.tile("tokens out").removesuffix("/s")) < 200
-    # Longer, it holds more blocks.
-    assert board.pixels_of_request(number) > cell_pixels
-    assert (ALPHABET * 52)[:1350] in cockpit.finish(cell)
+    # While it is looked at, the answer is written so slowly that it does not end.
+    with slowly():
+        cell = cockpit.start("%%generate -o answer --raw --max-tokens 200\nWrite the alphabet")
+        row = board.running()
+        board.wait_for_output(row, 12)
+        number = number_of(row)
+        assert board.state.inner_text() == "running"
+        assert board.counts["held"] > 0
+        cell_pixels = board.pixels_of_request(number)
+        assert cell_pixels > 50
+        assert board.colors("timeline")[color(ROLES["decode"])] > 20
+        steps = board.num_steps
+        assert steps > before + 10
+        # Another block's tokens: the request is longer, and holds more of them.
+        board.wait_for_output(row, board.wait_for_output(row, 12) + 17)
+        assert board.num_steps >= steps + 17
+        assert board.tile("tokens out").endswith("/s")
+        # It has a pace of 10 tokens a second, which a busy machine does not keep.
+        assert 0 < float(board.tile("tokens out").removesuffix("/s")) < 20
+        assert board.pixels_of_request(number) > cell_pixels
+    assert (ALPHABET * 8)[:200] in cockpit.finish(cell)
 
     expect(board.state).to_have_text("idle")
     board.expect_state(number, "length")
-    assert board.wait_for_output(board.row(number), 1350) == 1350
+    assert board.wait_for_output(board.row(number), 200) == 200
     assert board.counts["held"] == 0
     assert board.counts["cached"] > 0
     assert board.pixels_of_request(number) == 0
 
     # In the background: the kernel has nothing to do, and the dashboard changes.
     steps = board.num_steps
-    assert "answer" not in cockpit.run("%%generate -a -o handle --raw --max-tokens 900\nAgain")
     second = number + 1
-    board.wait_for_output(board.row(second), 75)
-    assert board.pixels_of_request(second) > 0
+    with slowly():
+        assert "answer" not in cockpit.run("%%generate -a -o handle --raw --max-tokens 150\nAgain")
+        board.wait_for_output(board.row(second), 12)
+        assert board.pixels_of_request(second) > 0
     expect(board.state).to_have_text("idle")
     board.expect_state(second, "length")
-    assert board.num_steps >= steps + 900
-    assert "900" in cockpit.run("len(handle.result().text)")
+    assert board.num_steps >= steps + 150
+    assert "150" in cockpit.run("len(handle.result().text)")
 
 
 def test_abort_ends_a_request_while_a_cell_waits_for_it_and_while_one_computes(
@@ -78,20 +81,20 @@ def test_abort_ends_a_request_while_a_cell_waits_for_it_and_while_one_computes(
     with slowly():
         cell = cockpit.start("%%generate -o answer --raw --max-tokens 3000\nWrite")
         row = board.running()
-        board.wait_for_output(row, 30)
+        board.wait_for_output(row, 10)
         number = number_of(row)
         row.get_by_role("button", name="Abort").click()
-        assert cockpit.finish(cell).startswith(ALPHABET)
+        assert cockpit.finish(cell).startswith(ALPHABET[:10])
     board.expect_state(number, "abort")
     reason, text = cockpit.run("print(answer.finish_reason, answer.text)").split()
     assert reason == "abort"
-    assert len(text) >= 30
+    assert len(text) >= 10
     assert (ALPHABET * 200).startswith(text)
 
     with slowly():
         cockpit.run("%%generate -a -o handle --raw --max-tokens 3000\nWrite")
         cell = cockpit.start("while not handle.done: time.sleep(0.05)\n'not busy any more'")
-        board.wait_for_output(row, 30)
+        board.wait_for_output(row, 10)
         number = number_of(row)
         prompt = cockpit.page.locator(".jp-CodeCell").nth(cell).locator(".jp-InputPrompt")
         expect(prompt).to_contain_text("*")
@@ -100,7 +103,7 @@ def test_abort_ends_a_request_while_a_cell_waits_for_it_and_while_one_computes(
         assert "not busy any more" in cockpit.finish(cell)
     reason, text = cockpit.run("r = handle.result()\nprint(r.finish_reason, r.text)").split()
     assert reason == "abort"
-    assert len(text) >= 30
+    assert len(text) >= 10
     assert (ALPHABET * 200).startswith(text)
     board.expect_state(number, "abort")
     expect(board.state).to_have_text("idle")
@@ -123,7 +126,7 @@ def test_scrubbing_shows_earlier_steps_while_live_goes_on(open_cockpit: OpenCock
     # The steps go on, and the requests are shown as they were.
     output = row.locator(".nbe-cell-output").inner_text()
     page.wait_for_function(
-        "([slider, steps]) => Number(slider.max) > steps", arg=[slider.element_handle(), steps + 60]
+        "([slider, steps]) => Number(slider.max) > steps", arg=[slider.element_handle(), steps + 20]
     )
     assert row.locator(".nbe-cell-output").inner_text() == output
     assert board.place == place
@@ -161,7 +164,7 @@ def test_scrubbing_shows_earlier_steps_while_live_goes_on(open_cockpit: OpenCock
 
     board.root.get_by_role("button", name="Go on live").click()
     expect(timeline).to_have_attribute("data-live", "true")
-    assert step_of(board.place) > step_of(place) + 60
+    assert step_of(board.place) > step_of(place) + 20
     cockpit.run("handle.cancel()")
 
 

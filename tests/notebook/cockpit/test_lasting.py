@@ -14,6 +14,13 @@ from playwright.sync_api import expect
 
 ENDED = re.compile("the engine was (stopped|shut down)")
 
+HASTE = """
+from nbengine.widgets.dashboard import still
+assert still.STILL_INTERVAL == 10.0
+still.STILL_INTERVAL = 1.0
+"""
+"""Nobody waits ten seconds for the picture in the saved notebook."""
+
 pytestmark = MARKS
 
 
@@ -23,17 +30,18 @@ def test_a_dashboard_lasts_over_a_reload_a_restart_of_the_kernel_and_the_end_of_
     cockpit = Cockpit(open_lab("long.ipynb", ["'the first cell'"], height=WHOLE))
     page = cockpit.page
     cockpit.run(start_line(name="own", tokens_per_second=40))
+    cockpit.run(HASTE)
     before = cockpit.start("%dashboard")
     cockpit.finish(before)
     board = cockpit.board(before)
     cockpit.run("%%generate -a -o handle --raw --max-tokens 4000\nWrite")
     row = board.running()
-    seen = board.wait_for_output(row, 60)
+    seen = board.wait_for_output(row, 20)
     number = number_of(row)
     expect_a_picture_in_the_saved_notebook(cockpit, desk, before)
     reload(page)
     board.wait_until_live()
-    board.wait_for_output(board.row(number), seen + 60)
+    board.wait_for_output(board.row(number), seen + 20)
     board.expect_state(number, "running")
     assert board.pixels_of_request(number) > 0
     row.get_by_role("button", name="Abort").click()

@@ -322,7 +322,7 @@ def test_plain_text_is_no_mathematics(hostile: tuple[Cockpit, dict[str, int]]) -
 def test_a_grid_of_many_rows_is_judged_compared_and_read_on(hostile: tuple[Cockpit, dict[str, int]]) -> None:
     cockpit, _ = hostile
     cockpit.run("many = [f'number {row}' for row in range(300)]")
-    line = "%%generate --raw --each many --temperature 0,1 --max-tokens 30 --set ignore_eos=true -o judged\n{many}"
+    line = "%%generate --raw --each many --temperature 0,1 --max-tokens 10 --set ignore_eos=true -o judged\n{many}"
     cell = cockpit.start(line)
     cockpit.finish(cell)
     output = cockpit.output(cell)

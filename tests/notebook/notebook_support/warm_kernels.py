@@ -2,7 +2,8 @@
 
 A kernel spends three seconds of a processor on that, and the tests start fifty. Apart from their first moments forks are
 what other kernels are: each leads a session of its own, is signalled, killed and waited for by its own pid, and ends
-through the interpreter's end. `JUPYTER_DEFAULT_PROVISIONER_NAME` brings them to whatever starts kernels
+through the interpreter's end. Engines that they start are copies of a process, too
+(`notebook_support/copied_engines.py`). `JUPYTER_DEFAULT_PROVISIONER_NAME` brings them to whatever starts kernels
 (`notebook_support/warm_provisioner.py`); with a `cold` environment kernels start as anywhere else.
 
     python -m notebook_support.warm_kernels FD    # the process that forks, with the socket at which it is asked
@@ -21,6 +22,7 @@ import sys
 from typing import Any
 
 SOCKET_VARIABLE = "NBENGINE_WARM_KERNELS"
+ENGINES_VARIABLE = "NBENGINE_COPIED_ENGINES"
 PROVISIONER_VARIABLE = "JUPYTER_DEFAULT_PROVISIONER_NAME"
 LAUNCHER = ["-m", "ipykernel_launcher"]
 """The command of a kernel, behind the interpreter and before its arguments."""
@@ -32,7 +34,7 @@ def cold(environment: dict[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name not in (SOCKET_VARIABLE, PROVISIONER_VARIABLE)
+        if name not in (SOCKET_VARIABLE, ENGINES_VARIABLE, PROVISIONER_VARIABLE)
     }
 
 
@@ -60,6 +62,9 @@ def main() -> None:
     if sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
     import_what_kernels_import()
+    from notebook_support.copied_engines import start_copies
+
+    start_copies(os.environ[ENGINES_VARIABLE])
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, reap)

@@ -15,7 +15,13 @@ from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning import LocalProvisioner
-from notebook_support.warm_kernels import LAUNCHER, PROVISIONER_VARIABLE, SOCKET_VARIABLE, ask_for_kernel
+from notebook_support.warm_kernels import (
+    ENGINES_VARIABLE,
+    LAUNCHER,
+    PROVISIONER_VARIABLE,
+    SOCKET_VARIABLE,
+    ask_for_kernel,
+)
 
 NAME = "forked"
 ENTRY_POINTS = f"""\
@@ -26,36 +32,53 @@ ENTRY_POINTS = f"""\
 
 @contextmanager
 def warm_kernels(directory: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Begin the process that forks kernels; yields the variables for an environment whose kernels are forks.
+    """Begin the process that forks kernels, and the one of which their engines are copies; yields the variables for an
+    environment whose kernels are forks.
 
-    The first kernel waits until the process has imported everything.
+    The first kernel, and the first engine, wait until the process has imported everything.
     """
-    place, path = directory / "kernels.sock", directory / "provisioner"
+    path = directory / "provisioner"
     metadata = path / "forked_kernels-1.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: forked-kernels\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    variables = {
+        SOCKET_VARIABLE: str(directory / "kernels.sock"),
+        ENGINES_VARIABLE: str(directory / "engines.sock"),
+        PROVISIONER_VARIABLE: NAME,
+        "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(path))),
+    }
+    sys.path.append(str(path))
+    try:
+        with (
+            _listening(
+                "notebook_support.copied_engines", variables[ENGINES_VARIABLE], environment | variables
+            ),
+            _listening("notebook_support.warm_kernels", variables[SOCKET_VARIABLE], environment | variables),
+        ):
+            yield variables
+    finally:
+        sys.path.remove(str(path))
+
+
+@contextmanager
+def _listening(module: str, place: str, environment: dict[str, str]) -> Iterator[None]:
+    """Run a program that is asked at a socket, and ends with its standard input."""
     # Only that process has the socket open: when it is gone, the next to ask is told so.
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(place))
+        listening.bind(place)
         listening.listen()
         process = subprocess.Popen(
-            [sys.executable, "-m", "notebook_support.warm_kernels", str(listening.fileno())],
+            [sys.executable, "-m", module, str(listening.fileno())],
             env=environment,
             stdin=subprocess.PIPE,
             pass_fds=[listening.fileno()],
             # An interrupt from the keyboard is for the tests alone.
             start_new_session=True,
         )
-    sys.path.append(str(path))
     try:
-        yield {
-            SOCKET_VARIABLE: str(place),
-            PROVISIONER_VARIABLE: NAME,
-            "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(path))),
-        }
+        yield
     finally:
-        sys.path.remove(str(path))
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(60) == 0
@@ -63,7 +86,8 @@ def warm_kernels(directory: Path, environment: dict[str, str]) -> Iterator[dict[
 
 @contextmanager
 def cold_kernels(environment: dict[str, str]) -> Iterator[None]:
-    """Let kernels with this environment start as people's do, also those of a server that runs already."""
+    """Let kernels with this environment, and their engines, start as people's do, also those of a server that runs
+    already."""
     note = _cold_note(environment[SOCKET_VARIABLE])
     note.touch()
     yield
