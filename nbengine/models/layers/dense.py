@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nbengine.kernels.dense_kernels import select_dense
+from nbengine.kernels.dense_kernels import DenseProducts, pays_to_split, select_dense, select_split
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `torch.nn.functional.linear` of x [..., in_features] and weight [out_features, in_features], where a row's
-    result does not depend on the other rows."""
-    products = None if x.dtype is not weight.dtype else select_dense(x.device, weight.dtype)
+    """Return `torch.nn.functional.linear` of x [..., in_features] and weight [out_features, in_features]. In 16 bits a
+    row's result does not depend on the other rows."""
+    products = _products(x, weight)
     if products is None:
         return F.linear(x, weight, bias)
     found = products.linear(x.reshape(-1, x.shape[-1]), weight, bias)
     return found.view(*x.shape[:-1], len(weight))
+
+
+def _products(x: Tensor, weight: Tensor) -> DenseProducts | None:
+    if x.dtype is not weight.dtype:
+        return None
+    if weight.dtype is not torch.float32:
+        return select_dense(x.device, weight.dtype)
+    columns = x.shape[-1]
+    return select_split(x.device) if pays_to_split(x.numel() // max(1, columns), columns) else None
 
 
 def use_dense_products(model: nn.Module) -> None:
