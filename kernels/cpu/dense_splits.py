@@ -177,7 +177,7 @@ class _Product:
                     pass
         with code.loop(zero, whole) as block:
             # Behind the last block it is divided again, to the place that is not read now.
-            division = iter(())
+            division: Iterator[None] = iter(())
             if divide is not None:
                 division = divide.of((block + 1).at_most(whole - 1), self.strip.at(block + 1))
             self._add(block, self.strip.at(block), division)

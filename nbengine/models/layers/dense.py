@@ -22,17 +22,26 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def _products(x: Tensor, weight: Tensor) -> DenseProducts | None:
     if x.dtype is not weight.dtype:
         return None
-    if weight.dtype is not torch.float32:
-        return select_dense(x.device, weight.dtype)
     columns = x.shape[-1]
-    return select_split(x.device) if pays_to_split(x.numel() // max(1, columns), columns) else None
+    if weight.dtype is torch.float32 and not pays_to_split(x.numel() // max(1, columns), columns):
+        return None
+    return _select(weight)
+
+
+def _select(weight: Tensor) -> DenseProducts | None:
+    if weight.dtype is torch.float32:
+        return select_split(weight.device)
+    return select_dense(weight.device, weight.dtype)
 
 
 def use_dense_products(model: nn.Module) -> None:
-    """Have the linear layers of a model multiply with `dense_linear`, those that have not been given another way to."""
+    """Have the linear layers of a model multiply with `dense_linear`, those that have not been given another way to. What
+    that needs is compiled now, so that no step waits for it."""
     for module in model.modules():
-        if type(module) is nn.Linear and "forward" not in vars(module):
-            vars(module)["forward"] = _forward_of(module)
+        if type(module) is nn.Linear:
+            _select(module.weight)
+            if "forward" not in vars(module):
+                vars(module)["forward"] = _forward_of(module)
 
 
 def _forward_of(linear: nn.Linear) -> object:
