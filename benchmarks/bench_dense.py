@@ -1,6 +1,6 @@
-"""Measure products with dense bfloat16 weights on the CPU, beside torch's.
+"""Measure products with dense weights on the CPU, beside torch's.
 
-    python benchmarks/bench_dense.py [--json PATH] [--rounds 5] [--cpu-time] [--instructions avx512_bf16]
+    python benchmarks/bench_dense.py [--json PATH] [--rounds 5] [--cpu-time] [--instructions avx512_bf16] [--dtype float32]
 
 The shapes are those of the default model's layers and of its output projection. Each pass goes over several weights of
 a shape, 64 MB of them, on all of torch's threads; the sides take turns, and the times are those of the fastest product
@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from common import alternate, parser, report
 from torch import Tensor
 
+from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.dense import CpuDense
 from nbengine.kernels.cpu.dense_parts import Instructions
+from nbengine.kernels.cpu.jit import host_processor
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
 """Rows and columns of a layer's products, and those of the output projection."""
@@ -43,15 +45,19 @@ def microseconds(clock: Callable[[], float], product: Product, x: Tensor, weight
 
 
 def measure(
-    shape: tuple[int, int], products: CpuDense, rounds: int, clock: Callable[[], float]
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    products: CpuDense,
+    rounds: int,
+    clock: Callable[[], float],
 ) -> list[dict[str, Any]]:
     """Measure a shape with each number of rows."""
     out_features, columns = shape
-    weight = torch.randn(shape).bfloat16()
+    weight = torch.randn(shape).to(dtype)
     weights = [weight.clone() for _ in range(max(1, WEIGHT_BYTES // weight.nbytes))]
     found = []
     for rows in (rows for rows in ROWS if rows * out_features < MOST_NUMBERS):
-        x = torch.randn(rows, columns).bfloat16()
+        x = torch.randn(rows, columns).to(dtype)
         few = weights[: max(1, len(weights) // max(1, rows // 8))]
         sides = (partial(microseconds, clock, side, x, few) for side in (products.linear, F.linear))
         ours, theirs = (min(times) for times in alternate(rounds, *sides))
@@ -72,20 +78,19 @@ def main() -> None:
     cli = parser(__doc__)
     cli.add_argument("--instructions", choices=[each.value for each in Instructions])
     cli.add_argument("--cpu-time", action="store_true")
+    cli.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     arguments = cli.parse_args()
     clock = time.perf_counter
     if arguments.cpu_time:
         clock = time.thread_time
         torch.set_num_threads(1)
     chosen = Instructions(arguments.instructions) if arguments.instructions else None
+    dtype = getattr(torch, arguments.dtype)
+    best, *_ = Instructions.of(host_processor(), ELEMENTS[dtype])
     products = CpuDense(chosen)
-    rows = [row for shape in SHAPES for row in measure(shape, products, arguments.rounds, clock)]
-    report(
-        "dense products, microseconds",
-        rows,
-        arguments.json,
-        instructions=arguments.instructions or products.instructions,
-    )
+    rows = [row for shape in SHAPES for row in measure(shape, dtype, products, arguments.rounds, clock)]
+    used = (chosen or best).value
+    report(f"dense products in {arguments.dtype}, microseconds", rows, arguments.json, instructions=used)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The products with dense weights of 16-bit types, and the choice of those of a device."""
+"""The products with dense weights, and the choice of those of a device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DenseProducts(Protocol):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return x @ weight.T + bias, [T, out_features], for x [T, in_features] and weight [out_features,
-        in_features], bfloat16 or float16.
+        in_features], bfloat16 or float16, or float32 where `select_split` has chosen them.
 
         x and bias are of the weight's type or float32; x is rounded to the weight's type, sums and the bias's addition
         are float32, and the result is of the type of x, rounded once. It goes to `out`, if that is given.
@@ -70,3 +70,34 @@ def select_dense(device: torch.device, dtype: torch.dtype) -> DenseProducts | No
     from nbengine.kernels.torch.dense import TiledProducts
 
     return TiledProducts()
+
+
+_FEW_ROWS, _MANY_ROWS, _WIDE = 8, 64, 2048
+
+
+@cache
+def select_split(device: torch.device) -> DenseProducts | None:
+    """Return the products with dense float32 weights in tiles of bfloat16, three to each number, which are as near to
+    the exact ones as the library's; None where the processor has no such tiles."""
+    if device.type != "cpu" or importlib.util.find_spec("llvmlite") is None:
+        return None
+    from nbengine.kernels.cpu.dense import CpuDense, has_split_products
+
+    if not has_split_products():
+        return None
+    products = CpuDense()
+    try:
+        products.warm_up(torch.float32, torch.float32)
+    except NBEngineError as error:
+        logger.warning("products in float32 run through torch: %s", error)
+        return None
+    return products
+
+
+def pays_to_split(rows: int, columns: int) -> bool:
+    """Return whether the products of `select_split` take less time than the library's.
+
+    With few rows dividing the weight takes longer than multiplying. Where rows are long, many of them do not stay in
+    the second cache, and the library loses less there.
+    """
+    return rows >= _FEW_ROWS and (columns <= _WIDE or rows <= _MANY_ROWS)

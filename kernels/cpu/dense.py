@@ -1,4 +1,4 @@
-"""Products with dense 16-bit weights on the CPU, run on torch's threads."""
+"""Products with dense weights on the CPU, run on torch's threads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.cpu.backend import ELEMENTS, supports
 from nbengine.kernels.cpu.codegen import define
 from nbengine.kernels.cpu.dense_parts import ROW_GROUP, DenseArguments, DenseKind, Instructions
+from nbengine.kernels.cpu.dense_splits import define_splits, split_shapes
 from nbengine.kernels.cpu.dense_tiles import OUTPUTS, define_tiles, shapes_for
 from nbengine.kernels.cpu.dense_vectors import Block, multiply_vectors
 from nbengine.kernels.cpu.flags import address_of
@@ -34,6 +35,12 @@ _NARROW = (torch.bfloat16, torch.float16)
 def supports_dense(dtype: torch.dtype) -> bool:
     """Return whether there are products with weights of a type on this processor."""
     return dtype in _NARROW and supports(dtype)
+
+
+def has_split_products() -> bool:
+    """Return whether float32 is multiplied in tiles of bfloat16 on this processor."""
+    best, *_ = Instructions.of(host_processor(), ELEMENTS[torch.float32])
+    return best is Instructions.SPLITS
 
 
 class CpuDense(threading.local):
@@ -91,23 +98,28 @@ class CpuDense(threading.local):
             return out
         row_groups = -(-rows // ROW_GROUP)
         row_bytes = -(-columns // kind.instructions.columns) * kind.block_bytes
-        memory = self._memory
-        if row_groups * ROW_GROUP * row_bytes + 64 > len(memory):
-            memory = self._memory = torch.empty(row_groups * ROW_GROUP * row_bytes + 64, dtype=torch.uint8)
         groups = -(-out_features // outputs)
         is_small = weight.numel() <= _FEW and rows <= ROW_GROUP
         threads = 1 if is_small else torch.get_num_threads()
+        size, block_bytes = row_groups * ROW_GROUP * row_bytes + 64, _BLOCK_BYTES
+        if kind.instructions is Instructions.SPLITS:
+            # Each thread has the parts of a group of the weight's rows beside them.
+            size += threads * (row_bytes + kind.block_bytes) * OUTPUTS
+            block_bytes -= row_bytes * OUTPUTS
+        if size > len(self._memory):
+            self._memory = torch.empty(size, dtype=torch.uint8)
         share = share_size(groups, threads)
-        block = max(1, _BLOCK_BYTES // max(1, row_bytes * 2 * ROW_GROUP)) * 2 * ROW_GROUP
-        size, bias_at = x.element_size(), 0 if bias is None else bias.data_ptr()
-        packed = -(-memory.data_ptr() // 64) * 64
+        block = max(1, block_bytes // max(1, row_bytes * 2 * ROW_GROUP)) * 2 * ROW_GROUP
+        x_size, bias_at = x.element_size(), 0 if bias is None else bias.data_ptr()
+        packed = -(-self._memory.data_ptr() // 64) * 64
         self._fill(
             self._arguments,
             0,
             *(0, 0, 0, row_groups, -(-groups // share), share, groups, block),
-            *(rows, columns, out_features, x.data_ptr(), x.stride(0) * size, packed),
-            *(weight.data_ptr(), weight.stride(0) * 2, bias_at, out.data_ptr(), out.stride(0) * size),
-            *(shapes_for(out_features) if kind.instructions is Instructions.TILES else 0, self._yield),
+            *(rows, columns, out_features, x.data_ptr(), x.stride(0) * x_size, packed),
+            *(weight.data_ptr(), weight.stride(0) * weight.element_size()),
+            *(bias_at, out.data_ptr(), out.stride(0) * x_size),
+            *(_shapes(kind.instructions, out_features), self._yield, 0),
         )
         self._run(function, self._address, threads)
         return out
@@ -123,18 +135,29 @@ class CpuDense(threading.local):
         return out
 
     def _compiled(self, dtype: torch.dtype, hidden: torch.dtype) -> tuple[DenseKind, Function, int]:
-        if dtype not in _NARROW or hidden not in (dtype, torch.float32):
+        if dtype not in ELEMENTS or hidden not in (dtype, torch.float32):
             raise InvalidArgumentError("x", (hidden, dtype), "float32 or a 16-bit weight's own type")
         instructions = self._choose(dtype)
         kind = DenseKind(instructions, ELEMENTS[dtype], ELEMENTS[hidden])
         block = Block.of(host_processor().accumulators)
-        outputs = OUTPUTS if instructions is Instructions.TILES else block.outputs
+        outputs = OUTPUTS if instructions in (Instructions.TILES, Instructions.SPLITS) else block.outputs
         found = self._kinds[dtype, hidden] = kind, compile_dense(kind, block), outputs
         return found
 
     def _choose(self, dtype: torch.dtype) -> Instructions:
         best, *_ = Instructions.of(host_processor(), ELEMENTS[dtype])
         return self._given or best
+
+
+def _shapes(instructions: Instructions, out_features: int) -> int:
+    """Return the address of the tiles' shapes; 0 where there are none."""
+    match instructions:
+        case Instructions.TILES:
+            return shapes_for(out_features)
+        case Instructions.SPLITS:
+            return split_shapes()
+        case _:
+            return 0
 
 
 def _check_bias(bias: Tensor, hidden: torch.dtype, out_features: int) -> None:
@@ -156,5 +179,7 @@ def compile_dense(kind: DenseKind, block: Block) -> Function:
 def _define_dense(module: ir.Module, kind: DenseKind, block: Block) -> None:
     if kind.instructions is Instructions.TILES:
         define_tiles(module, "dense", kind)
+    elif kind.instructions is Instructions.SPLITS:
+        define_splits(module, "dense", kind)
     else:
         define(module, "dense", 1, partial(multiply_vectors, kind, block), exported=True)

@@ -32,6 +32,8 @@ class Instructions(Enum):
     """Tiles of 16 x 32 bfloat16 by 32 x 16."""
     PAIRS = "avx512_bf16"
     """Vectors of 16 pairs of bfloat16."""
+    SPLITS = "amx_bf16 x 3"
+    """Tiles of bfloat16, three to each of float32."""
     WIDENED = "float32"
     """Numbers are widened to float32, multiplied and added."""
 
@@ -41,8 +43,8 @@ class Instructions(Enum):
         found = [cls.WIDENED]
         if element is Element.BFLOAT16 and processor.features.get("avx512bf16"):
             found.insert(0, cls.PAIRS)
-        if element is Element.BFLOAT16 and has_bfloat16_tiles():
-            found.insert(0, cls.TILES)
+        if element in (Element.BFLOAT16, Element.FLOAT32) and has_bfloat16_tiles():
+            found.insert(0, cls.TILES if element is Element.BFLOAT16 else cls.SPLITS)
         return found
 
     @property
@@ -52,7 +54,14 @@ class Instructions(Enum):
 
     def packed_element(self, weight: Element) -> Element:
         """Return the type of the rows of x that are laid out."""
+        if self is Instructions.SPLITS:
+            return Element.BFLOAT16
         return Element.FLOAT32 if self is Instructions.WIDENED else weight
+
+    @property
+    def parts(self) -> int:
+        """Return the numbers that are laid out for each of x."""
+        return 3 if self is Instructions.SPLITS else 1
 
 
 class DenseArguments(ctypes.Structure):
@@ -60,8 +69,8 @@ class DenseArguments(ctypes.Structure):
 
     The threads of a call draw `row_groups` groups of rows from `counter`, count those that are laid out in `ready`,
     and draw from `drawn`: `items` of `item_size` groups of the weight's rows, `groups` in all, each with all blocks
-    of `block` rows of x. `bias` is 0 where there is none, `shapes` those of tiles, and `give_away` the address of
-    `sched_yield`.
+    of `block` rows of x. `bias` is 0 where there is none, `shapes` those of tiles, `give_away` the address of
+    `sched_yield`, and `threads` counts those that have taken memory of their own.
     """
 
     _fields_ = [
@@ -69,7 +78,7 @@ class DenseArguments(ctypes.Structure):
         for name in (
             *("counter", "ready", "drawn", "row_groups", "items", "item_size", "groups", "block"),
             *("rows", "columns", "out_features", "x", "x_stride", "packed", "weight", "weight_stride"),
-            *("bias", "output", "output_stride", "shapes", "give_away"),
+            *("bias", "output", "output_stride", "shapes", "give_away", "threads"),
         )
     ]
 
@@ -91,7 +100,7 @@ class DenseKind:
     @property
     def block_bytes(self) -> int:
         """Return the bytes of the columns of a row that are multiplied at a time, as laid out."""
-        return self.instructions.columns * self.packed.size
+        return self.instructions.columns * self.packed.size * self.instructions.parts
 
 
 @dataclass(frozen=True)

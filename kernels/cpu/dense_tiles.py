@@ -39,7 +39,7 @@ def shapes_for(out_features: int) -> int:
 def define_tiles(module: ir.Module, name: str, kind: DenseKind) -> None:
     """Define the function of `DenseArguments`."""
     lay_out = define(module, "lay_out", 2, partial(_lay_out, kind))
-    write = define(module, "write", 6, partial(_write, kind))
+    write = define(module, "write", 6, partial(write_sums, kind))
     define(module, name, 1, partial(_multiply, kind, lay_out, write), exported=True)
 
 
@@ -142,7 +142,7 @@ class _Product:
         return _PAIR * half + number
 
 
-def _write(
+def write_sums(
     kind: DenseKind, code: Code, args: Int, sums: Int, row: Int, rows: Int, first: Int, height: Int
 ) -> None:
     """Store a tile of sums [weight's rows, rows of x] as results [rows of x, weight's rows]."""

@@ -1,9 +1,10 @@
-"""Products with dense 16-bit weights: right, and the same for a row whatever is beside it."""
+"""Products with dense weights: right, and the same for a row whatever is beside it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from nbengine.errors import InvalidArgumentError, NBEngineError
 from nbengine.kernels.cpu.backend import ELEMENTS
-from nbengine.kernels.cpu.dense import CpuDense
+from nbengine.kernels.cpu.dense import CpuDense, has_split_products
 from nbengine.kernels.cpu.dense_parts import Instructions
 from nbengine.kernels.cpu.jit import host_processor
-from nbengine.kernels.dense_kernels import DenseProducts, select_dense
+from nbengine.kernels.dense_kernels import DenseProducts, select_dense, select_split
 from nbengine.kernels.torch.dense import TiledProducts, tile_rows
+from nbengine.models.layers.dense import dense_linear
 
 CPU = torch.device("cpu")
 NARROW = (torch.bfloat16, torch.float16)
@@ -26,7 +28,7 @@ MOST = max(ROWS)
 
 KINDS = [
     pytest.param(dtype, instructions, id=f"{instructions.value}-{str(dtype).removeprefix('torch.')}")
-    for dtype in NARROW
+    for dtype in (*NARROW, torch.float32)
     for instructions in Instructions.of(host_processor(), ELEMENTS[dtype])
 ]
 
@@ -36,12 +38,14 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> T
 
 
 def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Compare with float64: one rounding to the result's type, and those of float32 sums."""
+    """Compare with float64: one rounding to the result's type, and those of float32 sums, of which there are up to six
+    times as many, and what is left out, where numbers of float32 are divided into three."""
+    roundings = x.shape[1] if weight.dtype is not torch.float32 else 6 * x.shape[1] + 4
     exact = x.to(weight.dtype).double() @ weight.double().T
     sizes = x.double().abs() @ weight.double().abs().T
     if bias is not None:
         exact, sizes = exact + bias.double(), sizes + bias.double().abs()
-    allowed = exact.abs() * torch.finfo(found.dtype).eps / 2 + sizes * x.shape[1] * 2.0**-24 + 1e-6
+    allowed = exact.abs() * torch.finfo(found.dtype).eps / 2 + sizes * roundings * 2.0**-24 + 1e-6
     assert ((found.double() - exact).abs() <= allowed).all()
 
 
@@ -122,7 +126,9 @@ def test_what_is_no_number_stays_in_its_row_and_column(
     found = products.linear(x, weight)
     assert found[3].isnan().all()
     assert found[:, 34].isnan().all()
-    assert (found[5, :34].abs() == math.inf).all()
+    # Infinity less itself, which is what remains of it beside its high part, is no number.
+    is_split = instructions is Instructions.SPLITS
+    assert (found[5, :34].isnan() if is_split else found[5, :34].abs() == math.inf).all()
     others = [row for row in range(20) if row not in (3, 5)]
     assert torch.equal(found[others, :34], expected[others, :34])
 
@@ -214,6 +220,56 @@ def test_torch_multiplies_in_tiles_where_nothing_can_be_compiled(
     monkeypatch.setattr(CpuDense, "warm_up", refuse)
     assert isinstance(select_dense.__wrapped__(CPU, torch.bfloat16), TiledProducts)
     assert "no code generator" in caplog.text
+
+
+def test_parts_of_float32_lose_no_bits_over_all_sizes_of_numbers() -> None:
+    """Sums of one number times a power of two are exact if, and only if, all parts of the number are there."""
+    products = CpuDense()
+    x = numbers(MOST, 64) * 10.0 ** torch.arange(-12, 20).repeat(2)
+    weight = torch.eye(64) * 2.0 ** torch.arange(-20, 12).repeat(2)
+    assert torch.equal(products.linear(x, weight), x * weight.diagonal())
+    assert torch.equal(products.linear(weight, x), x.t() * weight.diagonal()[:, None])
+
+
+def test_rows_of_float32_are_as_near_to_the_exact_ones_as_the_librarys() -> None:
+    products, weight = CpuDense(), numbers(960, 576)
+    x = numbers(MOST, 576, seed=1)
+    exact = x.double() @ weight.double().T
+    own, library = (
+        (found.double() - exact).square().mean()
+        for found in (products.linear(x, weight), torch.nn.functional.linear(x, weight))
+    )
+    assert own <= 2 * library
+
+
+@pytest.mark.skipif(not has_split_products(), reason="the processor has no tiles of bfloat16")
+def test_splits_are_chosen_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select_split(torch.device("cuda")) is None
+    products = select_split(CPU)
+    assert products is not None
+    taken: list[int] = []
+    linear = products.linear
+
+    def noted(x: Tensor, *others: Any) -> Tensor:
+        taken.append(len(x))
+        return linear(x, *others)
+
+    monkeypatch.setattr(products, "linear", noted)
+    for columns, rows, is_split in ((64, 7, False), (64, 8, True), (2080, 64, True), (2080, 65, False)):
+        x, weight = numbers(1, rows, columns), numbers(40, columns, seed=1)
+        found = dense_linear(x, weight)
+        assert found.shape == (1, rows, 40)
+        check(found[0], x[0], weight, None)
+        assert taken == ([rows] if is_split else [])
+        taken.clear()
+
+
+def test_splits_give_way_to_torch_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise NBEngineError("no code generator")
+
+    monkeypatch.setattr(CpuDense, "warm_up", refuse)
+    assert select_split.__wrapped__(CPU) is None
 
 
 def test_the_dispatch_leaves_float32_and_other_devices_to_torch() -> None:
