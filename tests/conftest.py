@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
@@ -52,7 +52,12 @@ APART = ("tests/simulation/", "tests/notebook/test_examples.py")
 """Many worlds, none of which knows of another, and notebooks, each of which starts its own engines."""
 
 # Speed is asked for in benchmarks: a machine that does other things must not fail a test.
-settings.register_profile("nbengine", deadline=None, max_examples=amount(50, thorough=2000))
+settings.register_profile(
+    "nbengine",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=amount(50, thorough=2000),
+)
 settings.load_profile("nbengine")
 
 
