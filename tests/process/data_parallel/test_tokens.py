@@ -14,6 +14,7 @@ from process_support.tiny_models import VOCAB_SIZE, check_greedy_output
 
 from nbengine import AsyncLLM, RequestOutput, SamplingParams
 from nbengine.sampling_params import RequestOutputKind
+from tests.support.thorough import amount
 
 DEADLINE = 60.0
 SHARED_PREFIX = [(7 * i) % 200 + 20 for i in range(40)]
@@ -94,7 +95,7 @@ async def test_engine_cores_without_requests_compute_for_the_one_that_has_them(
 
 async def test_tokens_are_the_same_with_uneven_load_preemption_prefix_hits_and_aborts(case: Case) -> None:
     engine, dp, chooser = case.engine, case.topology.dp, random.Random(7)
-    asked = prompts(32, seed=5)
+    asked = prompts(amount(20, thorough=32), seed=5)
     # Three in four ask the first, the others any.
     ranks = [0 if number % 4 else chooser.randrange(dp) for number in range(len(asked))]
     left = [
@@ -119,7 +120,7 @@ async def test_tokens_are_the_same_with_uneven_load_preemption_prefix_hits_and_a
 async def test_requests_with_pauses_between_them_begin_wave_after_wave(case: Case) -> None:
     """Short ones with pauses, so that the engine cores pause and begin again, at every moment of each other."""
     chooser = random.Random(3)
-    asked = prompts(12, seed=8)
+    asked = prompts(amount(8, thorough=12), seed=8)
 
     async def one(number: int) -> RequestOutput:
         await asyncio.sleep(chooser.random() * 0.3)

@@ -18,8 +18,9 @@ from process_support.tiny_models import VOCAB_SIZE, check_greedy, check_greedy_o
 
 from nbengine import AsyncLLM, PoolingParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from nbengine.sampling_params import RequestOutputKind
+from tests.support.thorough import amount
 
-NUM_REQUESTS = 32
+NUM_REQUESTS = amount(16, thorough=32)
 DEADLINE = 60.0
 TOLERANCE = 1e-4
 SHARED_PREFIX = [(7 * i) % 200 + 20 for i in range(40)]
@@ -62,7 +63,7 @@ def told(outputs: list[RequestOutput]) -> list[Any]:
     return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
 
 
-async def test_greedy_tokens_of_32_requests_are_those_of_transformers(case: Case) -> None:
+async def test_greedy_tokens_of_many_requests_are_those_of_transformers(case: Case) -> None:
     """Beside others that are given up in mid-stream, with preemption, with a cold and a warm prefix cache."""
     engine, chooser = case.engine, random.Random(7)
 

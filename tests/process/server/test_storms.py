@@ -62,7 +62,9 @@ async def test_a_third_of_many_streams_leaves_and_every_other_answer_is_that_of_
     leaving = [draw.randint(1, 20) if number % 3 == 0 else None for number in range(STREAMS)]
     real = {"distributed_executor_backend": "uni", "hf_overrides": {}, "dtype": "float32"}
     # There are too few blocks for all of them: some are preempted.
-    served = serve(settings={"max_concurrent_requests": STREAMS * 3 // 4}, num_gpu_blocks_override=160, **real)
+    served = serve(
+        settings={"max_concurrent_requests": STREAMS * 3 // 4}, num_gpu_blocks_override=160, **real
+    )
     limits = httpx2.Limits(max_connections=300, max_keepalive_connections=0)
     await asyncio.to_thread(whole, served, "a", 5)
     served.close_clients()
