@@ -20,7 +20,9 @@ from nbengine import AsyncLLM, PoolingParams, RequestOutput, SamplingParams, Str
 from nbengine.sampling_params import RequestOutputKind
 from tests.support.thorough import amount
 
-NUM_REQUESTS = amount(16, thorough=32)
+NUM_REQUESTS = 32
+"""They do not fit in together."""
+NUM_SAMPLED = amount(16, thorough=32)
 DEADLINE = 60.0
 TOLERANCE = 1e-4
 SHARED_PREFIX = [(7 * i) % 200 + 20 for i in range(40)]
@@ -63,7 +65,7 @@ def told(outputs: list[RequestOutput]) -> list[Any]:
     return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
 
 
-async def test_greedy_tokens_of_many_requests_are_those_of_transformers(case: Case) -> None:
+async def test_greedy_tokens_of_32_requests_are_those_of_transformers(case: Case) -> None:
     """Beside others that are given up in mid-stream, with preemption, with a cold and a warm prefix cache."""
     engine, chooser = case.engine, random.Random(7)
 
@@ -107,7 +109,7 @@ async def test_the_pieces_of_a_stream_make_the_whole(case: Case) -> None:
 
 async def test_sampled_tokens_are_those_of_one_worker(case: Case) -> None:
     """With every parameter of sampling and several completions."""
-    asked = [{"prompt_token_ids": ids} for ids in prompts(NUM_REQUESTS, seed=2)]
+    asked = [{"prompt_token_ids": ids} for ids in prompts(NUM_SAMPLED, seed=2)]
     params = [
         SamplingParams(
             n=3 if number % 8 == 1 else 1,
@@ -123,7 +125,7 @@ async def test_sampled_tokens_are_those_of_one_worker(case: Case) -> None:
             seed=number,
             max_tokens=4 + number % 12,
         )
-        for number in range(NUM_REQUESTS)
+        for number in range(NUM_SAMPLED)
     ]
     ours = await answers(case.engine, asked, params)
     assert told(ours) == told(case.alone.generate(asked, params, use_tqdm=False))
