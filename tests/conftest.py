@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -94,6 +95,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = str(folder.path / "p")
 
 
+@functools.cache
+def _imported(unit: str) -> str | None:
+    """Return what the tests of a file of `tests/process` import that takes ten seconds: as few processes as can be import
+    it, and the others run what does without."""
+    if not unit.startswith("tests/process/") or not unit.endswith(".py"):
+        return None
+    if unit.startswith("tests/process/server/"):
+        return "clients"
+    source = (Path(__file__).parents[1] / unit).read_text()
+    return "transformers" if re.search(r"oracle|transformers|save_random", source) else None
+
+
 class FileScheduling(LoadFileScheduling):
     """Tests of one file share their engines and stay in one process; those of `TOGETHER` share more, or would be in
     each other's way, and those of `APART` share nothing."""
@@ -105,8 +118,16 @@ class FileScheduling(LoadFileScheduling):
         return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
+        had = {process: {_imported(unit) for unit in units} for process, units in self.assigned_work.items()}
+        own = had.pop(node, set())
+        others = set().union(*had.values()) - own
+
         # What takes long comes first, so that no process is left with it when the others have finished.
-        self.workqueue.move_to_end(max(self.workqueue, key=recorded_seconds), last=False)
+        def order(unit: str) -> tuple[bool, bool, float]:
+            imported = _imported(unit)
+            return imported not in others, imported is not None and imported in own, recorded_seconds(unit)
+
+        self.workqueue.move_to_end(max(self.workqueue, key=order), last=False)
         super()._assign_work_unit(node)
 
     def remove_node(self, node: WorkerController) -> str | None:

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Engines beside each other: threads that wait for each other at each product cost them two to four times the processor.
+# Before torch is imported, here and in every process that is started.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.register_assert_rewrite("process_support")
 
 from process_support.engine_mould import Mould

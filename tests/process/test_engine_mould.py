@@ -28,6 +28,8 @@ def test_a_copy_has_the_surroundings_that_a_start_gives(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NBENGINE_LOG_LEVEL", "of this test")
+    # As an import of transformers does, in a test before this one.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     engine, host = ready(start_engine)
     core = engine.core()

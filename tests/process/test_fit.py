@@ -12,29 +12,35 @@ import pytest
 
 import nbengine
 from nbengine import LLM
+from tests.support.thorough import THOROUGH
 
 AMPLE = 16 << 30
 """Bytes that are free where the default KV cache has its greatest size."""
+OF_A_SIZE: dict[str, Any] = {} if THOROUGH else {"kv_cache_memory_bytes": 8 << 20}
+"""Two workers divide a cache of this size."""
 
 
 @pytest.fixture
 def ample_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let as much memory as `AMPLE` seem to be free, in this process and in those that it starts.
+    """Let as much memory as `AMPLE` seem to be free, in this process and, in `make thorough`, in those that it starts,
+    which cannot be copies then.
 
     With little memory the size follows what is free at that moment, which other processes change.
     """
+    monkeypatch.setattr("nbengine.worker.memory.budget.available_host_memory", lambda: AMPLE)
+    if not THOROUGH:
+        return
     (tmp_path / "sitecustomize.py").write_text(
         f"import nbengine.runtime.capacity\nnbengine.runtime.capacity.available_host_memory = lambda: {AMPLE}\n"
     )
     for path in (Path(nbengine.__file__).parent.parent, tmp_path):
         monkeypatch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
-    monkeypatch.setattr("nbengine.worker.memory.budget.available_host_memory", lambda: AMPLE)
 
 
 @pytest.mark.parametrize(
     ("model", "arguments"),
     [
-        ("random-tiny", {"tensor_parallel_size": 2, "max_num_seqs": 8}),
+        ("random-tiny", {"tensor_parallel_size": 2, "max_num_seqs": 8} | OF_A_SIZE),
         ("smollm2-135m", {}),
     ],
     ids=["two workers", "the default model"],

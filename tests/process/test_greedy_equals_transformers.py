@@ -22,7 +22,7 @@ RAW_PROMPTS = [
     for topic in TOPICS
 ]
 CHATS = [[{"role": "user", "content": f"Write two sentences about {topic}."}] for topic in TOPICS]
-MAX_TOKENS = amount(12, thorough=24)
+MAX_TOKENS = amount(8, thorough=24)
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 pytestmark = pytest.mark.timeout(300)

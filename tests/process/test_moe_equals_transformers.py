@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from process_support.tiny_models import check_greedy_output
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nbengine import LLM, SamplingParams
 from nbengine.config import ModelConfig
 from nbengine.models.checkpoints.files import resolve_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -34,6 +36,8 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, PreTrainedModel]]:
+    from transformers import AutoModelForCausalLM
+
     overrides, seed = MODELS[request.param]
     directory = resolve_model(ModelConfig("random-tiny-moe", seed=seed)).directory
     oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **overrides).eval()

@@ -25,6 +25,7 @@ TEMPLATE = (
 )
 HELLO = [{"role": "user", "content": "Where?"}]
 BUDGET = 12
+SEEDS = amount(12, thorough=24)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -85,8 +86,8 @@ def check(answer: str) -> None:
 
 def test_json_follows_thoughts_that_are_cut_short(llm: LLM) -> None:
     preempted = llm.stats().engines[0].num_preemptions
-    answers = chat(llm, [asked(seed, thinking_budget=BUDGET) for seed in range(24)])
-    assert len({reasoning for reasoning, _ in answers}) > 12
+    answers = chat(llm, [asked(seed, thinking_budget=BUDGET) for seed in range(SEEDS)])
+    assert len({reasoning for reasoning, _ in answers}) > SEEDS // 2
     for reasoning, answer in answers:
         check(answer)
         assert reasoning.endswith("\n")
@@ -108,7 +109,7 @@ def test_a_model_that_is_told_not_to_think_answers_at_once(llm: LLM) -> None:
 
 
 def test_one_that_may_think_does_or_answers_at_once(llm: LLM) -> None:
-    answers = chat(llm, [asked(seed, thinking_budget=BUDGET) for seed in range(24)], enable_thinking=True)
+    answers = chat(llm, [asked(seed, thinking_budget=BUDGET) for seed in range(SEEDS)], enable_thinking=True)
     for reasoning, answer in answers:
         check(answer)
         assert not reasoning or re.match(r"\n?<think>", reasoning)

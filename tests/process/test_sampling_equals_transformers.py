@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nbengine import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPTS = ["Once upon a time", "aaaa", "The quick brown fox jumps over the lazy dog", "1 2 3 4 5 6 7"]
 MAX_TOKENS = 40
@@ -31,6 +33,8 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def model(llm: LLM) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
     directory = llm.llm_engine.config.model.directory
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from process_support.engine_under_test import SUPPORT_PATH, wait_for
 
+from nbengine.cli import main
 from nbengine.client.engines.directory import find_engine, list_engines, stop_engine
 
 MAIN = "import sys; from nbengine.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -89,16 +90,26 @@ def test_an_engine_of_a_talk_ends_with_it(shell: Shell) -> None:
         (["attach", "nobody"], 1, "no engine nobody runs"),
         (["chat", "--engine", "nobody"], 1, "no engine nobody runs"),
         (["chat", "--engine", "a", "random-tiny"], 2, "--engine must be given without MODEL"),
-        (["start", "no-such-model"], 1, "no model 'no-such-model'"),
         (["start", "--max-num-seqs", "0"], 2, "max_num_seqs"),
         (["start", "--frobnicate"], 2, "--frobnicate"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_status(
-    shell: Shell, arguments: list[str], status: int, complaint: str
+    arguments: list[str], status: int, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = shell(*arguments)
-    _, said = process.communicate("")
-    assert process.returncode == status
+    try:
+        found = main(arguments)
+    except SystemExit as end:
+        found = end.code
+    said = capsys.readouterr().err
+    assert found == status
     assert complaint in said
+    assert "Traceback" not in said
+
+
+def test_the_status_of_a_mistake_is_that_of_the_process(shell: Shell) -> None:
+    process = shell("start", "no-such-model")
+    _, said = process.communicate("")
+    assert process.returncode == 1
+    assert "no model 'no-such-model'" in said
     assert "Traceback" not in said

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from process_support.tiny_models import TinyModel, check_greedy_output
-from transformers import PreTrainedModel
 
 from nbengine import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 200, "max_num_batched_tokens": 48}
 MODELS = {

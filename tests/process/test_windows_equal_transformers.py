@@ -20,6 +20,7 @@ WAYS = [(7, True, False), (64, False, True), (64, True, True)]
 WINDOW, BLOCK_SIZE = 24, 8
 """A window of three blocks."""
 LONGEST = 250
+NUM_NEW = amount(2 * WINDOW + 1, thorough=4 * WINDOW)
 
 Start = Callable[..., LLM]
 
@@ -87,8 +88,8 @@ def test_prompts_and_answers_of_several_windows_cold_and_warm(
 ) -> None:
     llm = start(kv_cache_memory_bytes=16 << 20, max_num_batched_tokens=num_batched)
     prompts = [random_tokens(length) for length in (150, 1, WINDOW - 1, WINDOW, WINDOW + 1, 5, 97, 72)]
-    assert run(llm, oracle, prompts, 4 * WINDOW) == [0] * len(prompts)
-    assert run(llm, oracle, prompts, 4 * WINDOW) == [(len(p) - 1) // BLOCK_SIZE * BLOCK_SIZE for p in prompts]
+    assert run(llm, oracle, prompts, NUM_NEW) == [0] * len(prompts)
+    assert run(llm, oracle, prompts, NUM_NEW) == [(len(p) - 1) // BLOCK_SIZE * BLOCK_SIZE for p in prompts]
     assert llm.reset_prefix_cache()
     assert run(llm, oracle, prompts[-1:], 5) == [0]
 
@@ -124,9 +125,9 @@ def test_requests_that_are_preempted_give_the_same_tokens(
         async_scheduling=is_async,
     )
     base = random_tokens(100)
-    for seed in range(2):
+    for seed in range(amount(1, thorough=2)):
         # Short ones come in together, and do not fit together when they are long.
         prompts = [random_tokens(3 + index, seed) for index in range(8)]
         prompts += [base[: 25 * index] + random_tokens(10, seed + index) for index in range(1, 5)]
-        run(llm, oracle, prompts, 4 * WINDOW)
-    assert llm.stats().engines[0].num_preemptions > 5
+        run(llm, oracle, prompts, NUM_NEW)
+    assert llm.stats().engines[0].num_preemptions > amount(2, thorough=5)

@@ -9,9 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import transformers
 from tokenizers import Tokenizer, models
-from transformers.utils import logging
 
 from tests.unit.models.conftest import SIZES
 
@@ -27,6 +25,9 @@ _checked: WeakKeyDictionary[Any, dict[tuple[int, ...], list[int]]] = WeakKeyDict
 
 def save_random(kind: str, settings: dict[str, Any], directory: Path) -> Any:
     """Save a random model whose class begins with `kind`, with a tokenizer that nobody asks; gives the model."""
+    import transformers
+    from transformers.utils import logging
+
     logging.disable_progress_bar()
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     stated = {**SIZES, "initializer_range": 0.3, "tie_word_embeddings": False, **settings}

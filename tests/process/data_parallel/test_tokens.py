@@ -8,14 +8,17 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from process_support.data_parallel_engines import Case
+from process_support.data_parallel_engines import TOPOLOGIES, Case
 from process_support.other_user import check_closed_to_strangers
 from process_support.tiny_models import VOCAB_SIZE, check_greedy_output
 
 from nbengine import AsyncLLM, RequestOutput, SamplingParams
 from nbengine.sampling_params import RequestOutputKind
+from tests.support.thorough import amount, in_turn
 
 DEADLINE = 60.0
+LAST = amount(["dp2-ep-ahead"], thorough=list(TOPOLOGIES))
+"""For what does not depend on the division of a model."""
 SHARED_PREFIX = [(7 * i) % 200 + 20 for i in range(40)]
 
 pytestmark = pytest.mark.timeout(240)
@@ -79,7 +82,7 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("loaded", [0, -1])
+@pytest.mark.parametrize(("case", "loaded"), in_turn(TOPOLOGIES, [0, -1]), indirect=["case"], scope="module")
 async def test_engine_cores_without_requests_compute_for_the_one_that_has_them(
     case: Case, loaded: int
 ) -> None:
@@ -94,7 +97,7 @@ async def test_engine_cores_without_requests_compute_for_the_one_that_has_them(
 
 async def test_tokens_are_the_same_with_uneven_load_preemption_prefix_hits_and_aborts(case: Case) -> None:
     engine, dp, chooser = case.engine, case.topology.dp, random.Random(7)
-    asked = prompts(32, seed=5)
+    asked = prompts(amount(20, thorough=32), seed=5)
     # Three in four ask the first, the others any.
     ranks = [0 if number % 4 else chooser.randrange(dp) for number in range(len(asked))]
     left = [
@@ -116,10 +119,11 @@ async def test_tokens_are_the_same_with_uneven_load_preemption_prefix_hits_and_a
         assert stats.num_free_blocks == stats.num_blocks
 
 
+@pytest.mark.parametrize("case", LAST, indirect=True)
 async def test_requests_with_pauses_between_them_begin_wave_after_wave(case: Case) -> None:
     """Short ones with pauses, so that the engine cores pause and begin again, at every moment of each other."""
     chooser = random.Random(3)
-    asked = prompts(12, seed=8)
+    asked = prompts(amount(8, thorough=12), seed=8)
 
     async def one(number: int) -> RequestOutput:
         await asyncio.sleep(chooser.random() * 0.3)
@@ -143,5 +147,6 @@ async def until_idle(engine: AsyncLLM) -> None:
     await asyncio.wait_for(poll(), DEADLINE)
 
 
+@pytest.mark.parametrize("case", LAST, indirect=True)
 async def test_another_user_finds_nothing_to_connect_to_read_plant_or_kill(case: Case) -> None:
     check_closed_to_strangers(case.engine.connection.name, case.watch)

@@ -104,7 +104,7 @@ def test_it_is_not_taken_where_its_surroundings_have_changed(
 ) -> None:
     host, core = kept_spare()
     if change == "variable":
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("OMP_NUM_THREADS", "7")
     else:
         monkeypatch.chdir(tmp_path)
     info = wait_until_ready(launch_engine(fake_config()))

@@ -33,7 +33,7 @@ from tests.support.thorough import amount
 pytestmark = pytest.mark.fresh_processes
 
 NOTICED = 60.0
-NUM_KILLS = amount(8, thorough=100)
+NUM_KILLS = amount(4, thorough=100)
 WORKER = """
 import os, random, secrets, signal, sys, time
 from process_support.fake_worker import FakeWorker

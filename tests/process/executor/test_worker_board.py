@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from nbengine.runtime.worker_board import WorkerBoard
+from process_support.engine_under_test import wait_for
 
-SECONDS = 0.5
+from nbengine.runtime.worker_board import WorkerBoard
+from tests.support.thorough import amount
+
+READS = amount(20, thorough=1000)
+"""Thousands."""
 PATTERNS = (0x0101_0101_0101_0101, 0x7E7E_7E7E_7E7E_7E7E)
 """They have no byte in common, so that any mixture of them is a third value."""
 WRITER = f"""
@@ -38,10 +41,10 @@ def test_a_reader_never_sees_half_of_a_value(tmp_path: Path) -> None:
     assert writer.stdout is not None
     assert writer.stdout.readline() == "writing\n"
     seen: set[int] = set()
-    began = time.monotonic()
-    # The writer may get no processor for a while.
-    while (passed := time.monotonic() - began) < SECONDS or (seen < set(PATTERNS) and passed < 60):
+    for _ in range(READS):
         seen.update(board.read()[1].memory_bytes for _ in range(1000))
+    # The writer may get no processor for a while.
+    wait_for(lambda: seen.add(board.read()[1].memory_bytes) or seen >= set(PATTERNS), "both patterns")
     writer.stdin.close()
     assert writer.wait(60) == 0
     writer.stdout.close()

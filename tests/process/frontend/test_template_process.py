@@ -12,7 +12,6 @@ import psutil
 import pytest
 from process_support.engine_under_test import wait_for
 from stopping import stop
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from nbengine.errors import RequestError
 from nbengine.frontend.text import template_process
@@ -43,6 +42,8 @@ def outcome_of(call: TemplateCall) -> str:
 
 
 def test_the_process_renders_as_transformers_does(process: TemplateProcess) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     variables = {"bos_token": "<s>", "flag": True, "numbers": [1, 2.5, None]}
     for template in (CHATML, LLAMA, PARTS):
         template += "{{ flag }}{{ numbers }}"

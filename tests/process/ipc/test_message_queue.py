@@ -18,7 +18,9 @@ import pytest
 from process_support import queue_end
 from stopping import stop
 
-STREAM = 10_000
+from tests.support.thorough import amount
+
+STREAM = amount(3000, thorough=10_000)
 NOTICED = 60.0
 """Seconds within which a dead process has to be noticed."""
 
@@ -145,7 +147,7 @@ def disturb(children: list[Child], chooser: random.Random, is_over: Callable[[],
             time.sleep(chooser.random() * 0.002)
 
 
-def test_ten_thousand_messages_arrive_whole_and_in_order_though_all_are_stopped_and_interrupted(
+def test_thousands_of_messages_arrive_whole_and_in_order_though_all_are_stopped_and_interrupted(
     ready: Start,
 ) -> None:
     writer, readers = ready(3)

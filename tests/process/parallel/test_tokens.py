@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 from process_support.other_user import check_closed_to_strangers
-from process_support.parallel_engines import Case
+from process_support.parallel_engines import OF_STAGES, OF_TENSORS, TOPOLOGIES, Case
 from process_support.tiny_models import VOCAB_SIZE, check_greedy, check_greedy_output, logits_of
 
 from nbengine import AsyncLLM, PoolingParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from nbengine.sampling_params import RequestOutputKind
+from tests.support.thorough import amount, in_turn
 
 NUM_REQUESTS = 32
+"""They do not fit in together."""
+NUM_SAMPLED = amount(16, thorough=32)
 DEADLINE = 60.0
 TOLERANCE = 1e-4
 SHARED_PREFIX = [(7 * i) % 200 + 20 for i in range(40)]
@@ -93,6 +96,7 @@ async def test_greedy_tokens_of_32_requests_are_those_of_transformers(case: Case
     assert after.num_free_blocks == after.num_blocks
 
 
+@pytest.mark.parametrize("case", OF_STAGES, indirect=True)
 async def test_the_pieces_of_a_stream_make_the_whole(case: Case) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=24, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -106,7 +110,7 @@ async def test_the_pieces_of_a_stream_make_the_whole(case: Case) -> None:
 
 async def test_sampled_tokens_are_those_of_one_worker(case: Case) -> None:
     """With every parameter of sampling and several completions."""
-    asked = [{"prompt_token_ids": ids} for ids in prompts(NUM_REQUESTS, seed=2)]
+    asked = [{"prompt_token_ids": ids} for ids in prompts(NUM_SAMPLED, seed=2)]
     params = [
         SamplingParams(
             n=3 if number % 8 == 1 else 1,
@@ -122,12 +126,13 @@ async def test_sampled_tokens_are_those_of_one_worker(case: Case) -> None:
             seed=number,
             max_tokens=4 + number % 12,
         )
-        for number in range(NUM_REQUESTS)
+        for number in range(NUM_SAMPLED)
     ]
     ours = await answers(case.engine, asked, params)
     assert told(ours) == told(case.alone.generate(asked, params, use_tqdm=False))
 
 
+@pytest.mark.parametrize("case", OF_TENSORS, indirect=True)
 async def test_log_probabilities_are_those_of_one_worker(case: Case) -> None:
     params = SamplingParams(
         n=2, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, logprobs=5, prompt_logprobs=3
@@ -148,6 +153,7 @@ async def test_log_probabilities_are_those_of_one_worker(case: Case) -> None:
                 assert found == pytest.approx(wanted, abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("case", OF_TENSORS, indirect=True)
 async def test_workers_draw_alike_without_a_seed_too(case: Case) -> None:
     """Had each drawn its own token, they would go on from different ones, and the logits would be of no text."""
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -161,6 +167,7 @@ async def test_workers_draw_alike_without_a_seed_too(case: Case) -> None:
             assert entry[token].logprob == pytest.approx(float(row[token]), abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("case", OF_STAGES, indirect=True)
 async def test_structured_outputs_are_those_of_one_worker(case: Case) -> None:
     schema = {"json": SCHEMA, "disable_any_whitespace": True}
     constraints = [schema, {"regex": "[a-f]{4,12}"}, {"choice": ["yes", "no", "perhaps"]}, None] * 3
@@ -181,6 +188,7 @@ async def test_structured_outputs_are_those_of_one_worker(case: Case) -> None:
     assert all(json.loads(text).keys() == {"name", "age"} for text in complete)
 
 
+@pytest.mark.parametrize("case", OF_STAGES, indirect=True)
 async def test_prompts_given_as_embeddings_are_continued_as_by_transformers(case: Case) -> None:
     table = case.oracle.get_input_embeddings().weight.detach()
     generator = torch.Generator().manual_seed(5)
@@ -193,6 +201,7 @@ async def test_prompts_given_as_embeddings_are_continued_as_by_transformers(case
         check_greedy(case.oracle, rows, output.outputs[0].token_ids)
 
 
+@pytest.mark.parametrize("case", OF_STAGES, indirect=True)
 async def test_vectors_are_those_of_one_worker(case: Case) -> None:
     kinds = [PoolingParams(task="embed", pooling=pooling) for pooling in ("mean", "cls", "last")]
     kinds.append(PoolingParams(task="encode"))
@@ -212,7 +221,7 @@ async def test_vectors_are_those_of_one_worker(case: Case) -> None:
         np.testing.assert_allclose(vector, output.outputs.data, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(("case", "level"), in_turn(TOPOLOGIES, [1, 2]), indirect=["case"], scope="module")
 async def test_a_sleep_changes_nothing(case: Case, level: int) -> None:
     engine = case.engine
     asked = [{"prompt_token_ids": ids} for ids in prompts(4, seed=7)]
@@ -252,5 +261,6 @@ async def test_every_worker_is_known_with_its_figures(case: Case) -> None:
     assert all(w.memory_bytes > 0 and w.step_seconds > 0 for w in workers)
 
 
+@pytest.mark.parametrize("case", OF_STAGES, indirect=True)
 async def test_another_user_finds_nothing_to_connect_to_read_plant_or_kill(case: Case) -> None:
     check_closed_to_strangers(case.engine.connection.name, case.watch)

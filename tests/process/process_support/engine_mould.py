@@ -200,6 +200,8 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that only a fresh process would heed. This folder is on the mould's path, and harms nobody."""
     found = {name: value for name, value in environment.items() if name.startswith(READ_EARLY)}
     path = found.pop("PYTHONPATH", "").split(os.pathsep)
+    # What transformers imports of torch sets it in the process that imports it; nothing of an engine reads it.
+    found.pop("TORCHINDUCTOR_CACHE_DIR", None)
     rest = [entry for entry in path if entry and entry not in SUPPORT_PATH.split(os.pathsep)]
     # What starts an engine adds this variable where it is missing, and the mould has it.
     return {"GOMP_SPINCOUNT": SPIN_COUNT, **found, "PYTHONPATH": os.pathsep.join(rest)}

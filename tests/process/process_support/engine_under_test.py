@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+from process_support.looks import looks
 from process_support.raw_client import DEADLINE, RawClient
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
@@ -48,10 +49,10 @@ def fake_config(knobs: dict | None = None, *, max_model_len: int | None = None, 
 
 def wait_for(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> None:
     """Wait for something that nothing announces."""
-    end = time.monotonic() + deadline
-    while not condition():
-        assert time.monotonic() < end, f"{what}: not within {deadline} s"
-        time.sleep(0.005)
+    for passed in looks():
+        if condition():
+            return
+        assert passed < deadline, f"{what}: not within {deadline} s"
 
 
 class EngineUnderTest:
@@ -142,13 +143,13 @@ class EngineUnderTest:
     def processes(self) -> list[psutil.Process]:
         """List the processes that run in the session of the host."""
         found = []
-        for process in psutil.process_iter():
-            try:
-                same = os.getsid(process.pid) == self.host.pid
-                if same and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                continue
+        for pid in psutil.pids():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                # Most are of others: what tells that comes before what costs more.
+                if os.getsid(pid) == self.host.pid:
+                    process = psutil.Process(pid)
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(process)
         return found
 
     def read_connection(self) -> ConnectionInfo:

@@ -6,12 +6,12 @@ import gc
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 import zmq
+from process_support.looks import looks
 from zmq.utils import garbage
 
 SHM = Path("/dev/shm")
@@ -63,14 +63,14 @@ def take_snapshot(directories: Iterable[Path]) -> Things:
 
 def leftovers(before: Things, directories: Iterable[Path]) -> list[str]:
     """Descriptions of what has appeared since `before` and does not go away."""
-    end = time.monotonic() + SETTLE_SECONDS
-    while True:
+    directories = list(directories)
+    for passed in looks(0.02):
         now = take_snapshot(directories)
         found = [description for key, description in now.items() if key not in before]
-        if not found or time.monotonic() > end:
-            return found
+        if not found or passed > SETTLE_SECONDS:
+            break
         gc.collect()
-        time.sleep(0.02)
+    return found
 
 
 def _shared_memory(directories: list[Path]) -> list[str]:

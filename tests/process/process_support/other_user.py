@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+from process_support.looks import looks
 
 from nbengine.runtime.connection import connection_file, log_dir, read_connection
 
@@ -112,7 +113,9 @@ class EndsWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(SAMPLE_SECONDS):
+        for _ in looks(SAMPLE_SECONDS):
+            if self._over.is_set():
+                return
             ends = reachable_ends()
             new = {inode: end for inode, end in ends.items() if inode not in self._known}
             if new:

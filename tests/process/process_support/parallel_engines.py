@@ -59,6 +59,9 @@ TOPOLOGIES = amount(
         "tp4-pp2": Topology(4, 2, TinyModel("Llama", 4, 4, settings=BIASES)),
     },
 )
+OF_TENSORS = amount(["tp4-replicated-kv-ahead"], thorough=list(TOPOLOGIES))
+OF_STAGES = amount(["tp2-pp2-biases"], thorough=list(TOPOLOGIES))
+"""For what does not depend on how a model is divided beyond this: where ranks draw, and what passes from stage to stage."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
-import openai
 import psutil
 import pytest
 from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, wait_for
@@ -20,6 +19,9 @@ from nbengine.ipc.liveness import is_alive
 from nbengine.server.launch import start_server, stop_server
 from nbengine.server.records import ServerRecord
 from nbengine.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import openai
 
 VOCAB_SIZE = 260
 """Of random-tiny, whose tokenizer these engines have: a token a byte, and 4 special ones."""
@@ -44,6 +46,8 @@ class Served:
         return psutil.Process(self.record.pid)
 
     def client(self, **options: Any) -> openai.OpenAI:
+        import openai
+
         client = openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, **options})
         self.clients.append(client)
         return client
@@ -63,6 +67,8 @@ class Served:
         return not is_alive(self.record.process)
 
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        import openai
+
         return openai.AsyncOpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, **options})
 
     def idle(self) -> None:

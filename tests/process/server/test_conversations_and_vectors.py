@@ -9,10 +9,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
-import openai
 import pytest
-from anthropic import AsyncAnthropic
-from openai import AsyncOpenAI
 
 from nbengine import AsyncLLM, SamplingParams
 from nbengine.server.app import make_app
@@ -59,6 +56,9 @@ async def said(llm: AsyncLLM, messages: Any, **options: Any) -> str:
 
 
 async def test_conversations_get_the_answers_that_the_engine_gives_in_python() -> None:
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
+
     async with served() as (llm, http):
         ours = AsyncOpenAI(base_url="http://localhost/v1", api_key="key", max_retries=0, http_client=http)
         theirs = AsyncAnthropic(base_url="http://localhost", api_key="key", max_retries=0, http_client=http)
@@ -92,6 +92,8 @@ async def test_conversations_get_the_answers_that_the_engine_gives_in_python() -
 
 
 async def test_a_model_thinks_when_anthropics_client_asks_for_it_and_within_its_budget() -> None:
+    from anthropic import AsyncAnthropic
+
     async with served(THINKING_TEMPLATE) as (_, http):
         client = AsyncAnthropic(base_url="http://localhost", api_key="key", max_retries=0, http_client=http)
         fields: Any = {"model": "random-tiny", "messages": HI, "max_tokens": 30}
@@ -105,6 +107,9 @@ async def test_a_model_thinks_when_anthropics_client_asks_for_it_and_within_its_
 
 
 async def test_vectors_and_scores_are_those_of_the_engine() -> None:
+    import openai
+    from openai import AsyncOpenAI
+
     async with served() as (llm, http):
         client = AsyncOpenAI(base_url="http://localhost/v1", api_key="key", max_retries=0, http_client=http)
         answer = await client.embeddings.create(model="random-tiny", input=TEXTS)

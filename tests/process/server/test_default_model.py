@@ -10,17 +10,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import openai
 import pytest
-from anthropic import Anthropic
 from pydantic import BaseModel, ConfigDict
 
 from nbengine import AsyncLLM, RequestOutput, SamplingParams
 from nbengine.server.launch import start_server, stop_server
 from nbengine.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "smollm2-135m"
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
@@ -50,6 +51,8 @@ class Served:
     url: str
 
     def client(self, **options: Any) -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
     def asked(self, prompt: Any) -> RequestOutput:
@@ -77,7 +80,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(no_leftovers_of_module: None) -> Iterator[Served]:
     """One engine and one server for all clients. The template of the model does not say how it calls tools."""
-    llm = AsyncLLM(MODEL, dtype="float32", max_model_len=1024, num_gpu_blocks_override=512, lease=60.0)
+    llm = AsyncLLM(MODEL, max_model_len=1024, num_gpu_blocks_override=512, lease=60.0)
     try:
         record = start_server(llm.connection, ServerSettings(port=0, tool_parser="hermes"), timeout=300)
         try:
@@ -164,6 +167,8 @@ def test_openais_client_has_responses(served: Served, answer: str) -> None:
 
 
 async def test_openais_async_client_asks_several_at_once(served: Served, answer: str) -> None:
+    import openai
+
     options: Any = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         found = await asyncio.gather(*(client.chat.completions.create(**options) for _ in range(4)))
@@ -173,6 +178,8 @@ async def test_openais_async_client_asks_several_at_once(served: Served, answer:
 
 
 def test_anthropics_client_asks_streams_and_calls_tools(served: Served, answer: str) -> None:
+    from anthropic import Anthropic
+
     options: Any = {"model": MODEL, "max_tokens": MAX_TOKENS, "extra_body": {"temperature": 0}}
     schema = Weather.model_json_schema()
     with Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from process_support.engine_under_test import wait_for
 
@@ -110,6 +109,8 @@ async def test_the_async_client_streams(served: Any) -> None:
 
 
 def test_refusals_are_the_clients_own_exceptions(with_a_key: Any) -> None:
+    import openai
+
     served = with_a_key
     with pytest.raises(openai.AuthenticationError):
         served.client(api_key="wrong-key-here").models.list()
@@ -135,6 +136,8 @@ def test_texts_and_tokens_are_each_others(served: Any) -> None:
 
 
 def test_requests_go_to_all_ranks(serve: Serve) -> None:
+    import openai
+
     served = serve(data_parallel_size=2)
     client = served.client()
     for rank in (0, 1):
@@ -206,6 +209,8 @@ def test_an_ending_server_finishes_what_it_is_answering(serve: Serve, tmp_path: 
 
 
 def test_an_engines_death_ends_streams_with_an_error_and_the_server(serve: Serve) -> None:
+    import openai
+
     served = serve(knobs={"step_seconds": 0.01})
     stream = served.client().completions.create(
         model="random-tiny", prompt="a", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from anthropic import Anthropic, AuthenticationError
 
 Serve = Callable[..., Any]
 HI: Any = [{"role": "user", "content": "a"}]
@@ -25,6 +24,8 @@ def test_responses_are_streamed_and_go_on_from_each_other(served: Any) -> None:
 
 
 def test_anthropics_client_streams_with_its_own_key(with_a_key: Any) -> None:
+    from anthropic import Anthropic, AuthenticationError
+
     url = with_a_key.record.url
     with pytest.raises(AuthenticationError):
         Anthropic(base_url=url, api_key="wrong-key-here", max_retries=0).messages.create(
@@ -77,6 +78,8 @@ async def test_langchains_chat_model_asks_whole_and_in_streams_and_tells_of_tool
 
 
 def test_a_reader_who_leaves_ends_his_request(serve: Serve) -> None:
+    from anthropic import Anthropic
+
     served = serve(knobs={"step_seconds": 0.02})
     client = served.client()
     with client.responses.stream(model="random-tiny", input="a", max_output_tokens=150) as stream:

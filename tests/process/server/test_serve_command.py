@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
-import openai
 import psutil
 import pytest
 from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, wait_for
@@ -83,6 +82,8 @@ def status(command: tuple[subprocess.Popen[bytes], int, Path]) -> Iterator[Calla
 def test_it_serves_until_it_is_told_to_end_and_takes_its_engine_with_it(
     command: tuple[subprocess.Popen[bytes], int, Path], status: Callable[[str], int]
 ) -> None:
+    import openai
+
     process, port, output = command
     url = f"http://127.0.0.1:{port}"
     wait_for(lambda: status("/health") == 200, "the server to listen", deadline=60)
