@@ -52,7 +52,7 @@ APART = ("tests/simulation/", "tests/notebook/test_examples.py")
 """Many worlds, none of which knows of another, and notebooks, each of which starts its own engines."""
 
 # Speed is asked for in benchmarks: a machine that does other things must not fail a test.
-settings.register_profile("nbengine", deadline=None, max_examples=amount(50, thorough=2000))
+settings.register_profile("nbengine", deadline=None, max_examples=amount(20, thorough=2000))
 settings.load_profile("nbengine")
 
 

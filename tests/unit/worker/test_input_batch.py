@@ -189,7 +189,7 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=amount(30, thorough=1200), stateful_step_count=30, deadline=None
+    max_examples=amount(15, thorough=1200), stateful_step_count=30, deadline=None
 )
 TestHistories = Histories.TestCase
 
