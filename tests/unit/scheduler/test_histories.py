@@ -238,7 +238,7 @@ def test_every_request_gets_the_tokens_of_a_sequential_run_over_a_long_history(
     )
     sim = Simulation(limits)
     rng = random.Random(f"{mode}, {budget_number}, {blocks_number}")
-    for number in range(amount(160, thorough=10_000)):
+    for number in range(amount(240, thorough=10_000)):
         _random_event(sim, rng, number)
     sim.finish_everything()
     finished = [answer for answer in sim.answers if answer.finish_reason is not None]
