@@ -19,7 +19,7 @@ from nbengine.scheduler.waiting import WaitingQueue
 from tests.support.thorough import amount
 from tests.unit.scheduler.short_histories import ABORTED, add, make_scheduler, step
 
-HISTORIES = amount(300, thorough=20_000)
+HISTORIES = amount(600, thorough=20_000)
 PARAMS = SamplingParams()
 
 
