@@ -57,7 +57,7 @@ settings.register_profile(
     "nbengine",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    max_examples=amount(50, thorough=2000),
+    max_examples=amount(20, thorough=2000),
 )
 settings.load_profile("nbengine")
 

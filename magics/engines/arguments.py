@@ -13,7 +13,7 @@ from IPython.core.error import UsageError
 
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.config.argument import argument_of, flag_of, shown_default
-from nbengine.config.engine import WITHOUT_EFFECT, argument_names
+from nbengine.config.engine import WITHOUT_EFFECT, argument_names, argument_types
 from nbengine.errors import did_you_mean
 from nbengine.magics.arguments import (
     MagicParser,
@@ -102,7 +102,7 @@ def start_parser(command: str = "start", prog: str = "") -> MagicParser:
         parser.add_argument(
             "-o", "--out", metavar="NAME", type=variable_name, help=f"bind the {bound} to a variable"
         )
-    hints = typing.get_type_hints(EngineArgs)
+    hints = argument_types()
     for argument in fields(EngineArgs):
         if argument.name != "model":
             _add_engine_argument(parser, argument, hints[argument.name])

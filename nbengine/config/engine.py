@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 import typing
@@ -310,7 +311,7 @@ class EngineArgs:
     def __post_init__(self, *without_effect: object) -> None:
         for (name, idle), value in zip(WITHOUT_EFFECT.items(), without_effect, strict=True):
             one_of(name, value, idle.allowed)
-        hints = typing.get_type_hints(type(self))
+        hints = argument_types()
         for f in fields(self):
             value = getattr(self, f.name)
             checked = _checked_type(f.name, value, hints[f.name])
@@ -341,7 +342,7 @@ class EngineArgs:
 
     def _values(self) -> dict[str, Any]:
         """Return the arguments as the configuration classes hold them."""
-        hints = typing.get_type_hints(type(self))
+        hints = argument_types()
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: float(value) for name, value in values.items() if hints[name] is float}
         values["chat_template"] = template_text(self.chat_template)
@@ -356,6 +357,12 @@ class EngineArgs:
 
 AsyncEngineArgs = EngineArgs
 """The name that scripts for `AsyncLLM` import."""
+
+
+@functools.cache
+def argument_types() -> Mapping[str, Any]:
+    """Return the type of each engine argument by its name; to read the annotations takes milliseconds each time."""
+    return types.MappingProxyType(typing.get_type_hints(EngineArgs))
 
 
 def argument_names() -> list[str]:

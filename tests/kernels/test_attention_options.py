@@ -189,7 +189,7 @@ def test_a_window_may_begin_anywhere_in_blocks_of_any_size(
 requests = st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, n + 500)))
 
 
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 @given(
     lens=st.lists(requests, min_size=1, max_size=5),
     rule=st.one_of(

@@ -80,7 +80,7 @@ def test_a_blocks_size_is_that_of_the_file_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=amount(30, thorough=1200))
+@settings(max_examples=amount(15, thorough=1200))
 @given(
     rows=st.integers(1, 70),
     cells=st.integers(1, 5),
@@ -97,7 +97,7 @@ def test_packed_blocks_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=amount(20, thorough=400))
+@settings(max_examples=amount(12, thorough=400))
 @given(data=st.data(), filling=st.integers(0, 255), byte=st.integers(0, 255))
 def test_a_byte_that_differs_from_all_others_gets_to_its_place(
     name: str, data: st.DataObject, filling: int, byte: int

@@ -37,7 +37,7 @@ def torch_threads():
     torch.set_num_threads(before)
 
 
-@settings(max_examples=amount(20, thorough=800), deadline=None)
+@settings(max_examples=amount(12, thorough=800), deadline=None)
 @given(lens=st.lists(requests, min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_any_batch_equals_the_reference(make_batch, make_shape, assert_close, lens, seed):
     lens.sort(key=lambda pair: pair[0] > 1)

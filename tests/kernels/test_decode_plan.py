@@ -22,7 +22,7 @@ CPU, FLOAT32 = torch.device("cpu"), torch.float32
 KV_HEADS, LAYERS = 3, 2
 
 
-@settings(max_examples=amount(80, thorough=4000))
+@settings(max_examples=amount(25, thorough=4000))
 @given(
     lengths=st.lists(
         st.one_of(st.integers(1, 2000), st.sampled_from([1, DECODE_PART, DECODE_PART + 1])),

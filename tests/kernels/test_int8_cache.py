@@ -66,7 +66,7 @@ def test_attention_equals_the_reference_on_what_is_stored_and_reads_no_poison(
     assert_close(output, batch.expected())
 
 
-@settings(max_examples=amount(10, thorough=500), deadline=None)
+@settings(max_examples=amount(6, thorough=500), deadline=None)
 @given(
     lens=st.lists(requests, min_size=1, max_size=5),
     group=st.sampled_from([1, 2, 3, 7]),
@@ -100,7 +100,7 @@ def test_write_equals_the_reference_bit_for_bit_and_touches_nothing_else(
     assert torch.equal(actual, expected)
 
 
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 @given(
     exponents=st.lists(st.integers(-140, 125), min_size=4, max_size=4),
     head_dim=st.sampled_from([6, 32, 40, 80]),

@@ -36,7 +36,7 @@ def largest(rows: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.fl
     return ids, values
 
 
-@settings(max_examples=amount(120, thorough=6000))
+@settings(max_examples=amount(40, thorough=6000))
 @given(
     count=st.integers(1, 4),
     width=st.sampled_from([1, 2, 15, 16, 17, 100, 127, 128, 129, 1000, 4099]),

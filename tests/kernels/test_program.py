@@ -41,7 +41,7 @@ def addition(x: torch.Tensor, other: torch.Tensor, output: torch.Tensor) -> RowA
 
 
 def test_sums_that_build_on_each_other_are_right_whatever_has_one_part(num_threads):
-    @settings(max_examples=amount(30, thorough=1200))
+    @settings(max_examples=amount(15, thorough=1200))
     @given(st.lists(st.sampled_from([1, ROWS_AT_A_TIME, 5 * ROWS_AT_A_TIME]), min_size=1, max_size=12))
     def check(rows: list[int]) -> None:
         """Each operation doubles the first rows of what the one before it has made."""

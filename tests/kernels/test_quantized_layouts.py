@@ -19,7 +19,7 @@ NUMBERS = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-@settings(max_examples=amount(20, thorough=800))
+@settings(max_examples=amount(12, thorough=800))
 @given(rows=st.integers(1, 50), cells=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
 def test_unpacking_gives_back_what_was_packed(name: str, rows: int, cells: int, seed: int) -> None:
     form = ALL_FORMATS[name]
@@ -37,7 +37,7 @@ def test_unpacking_gives_back_what_was_packed(name: str, rows: int, cells: int, 
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-@settings(max_examples=amount(20, thorough=800))
+@settings(max_examples=amount(12, thorough=800))
 @given(data=st.data(), rows=st.integers(1, 70), cells=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
 def test_a_part_of_a_packed_weight_is_the_packed_part(
     name: str, data: st.DataObject, rows: int, cells: int, seed: int
@@ -52,7 +52,7 @@ def test_a_part_of_a_packed_weight_is_the_packed_part(
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-@settings(max_examples=amount(20, thorough=400))
+@settings(max_examples=amount(12, thorough=400))
 @given(
     count=st.integers(1, 4), rows=st.integers(1, 40), cells=st.integers(1, 2), seed=st.integers(0, 2**32 - 1)
 )

@@ -50,7 +50,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-@settings(max_examples=amount(20, thorough=800))
+@settings(max_examples=amount(12, thorough=800))
 @given(
     num_rows=st.integers(1, 20),
     out_features=st.integers(1, 70),

@@ -21,7 +21,7 @@ def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=amount(20, thorough=800))
+@settings(max_examples=amount(12, thorough=800))
 @given(rows=st.integers(1, 70), size=st.sampled_from([16, 64, 576]), seed=st.integers(0, 10**9))
 def test_rows_are_normalised_and_rounded_once(dtype: torch.dtype, rows: int, size: int, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=amount(20, thorough=800))
+@settings(max_examples=amount(12, thorough=800))
 @given(rows=st.integers(1, 40), size=st.sampled_from([16, 64, 1536]), seed=st.integers(0, 10**9))
 def test_gates_are_multiplied_and_rounded_once(dtype: torch.dtype, rows: int, size: int, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
@@ -78,7 +78,7 @@ def test_gates_are_multiplied_and_rounded_once(dtype: torch.dtype, rows: int, si
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=amount(20, thorough=800))
+@settings(max_examples=amount(12, thorough=800))
 @given(
     rows=st.integers(1, 40),
     heads=st.integers(1, 5),
@@ -118,7 +118,7 @@ def test_other_devices_and_odd_sizes_are_left_to_torch() -> None:
     assert select_rotation(cpu, torch.bfloat16, 2, 64) is not None
 
 
-@settings(max_examples=amount(20, thorough=800))
+@settings(max_examples=amount(12, thorough=800))
 @given(rows=st.integers(1, 40), heads=st.sampled_from([2, 16, 21, 48]), seed=st.integers(0, 10**9))
 def test_the_gates_of_the_delta_rule_are_exact_to_some_places(rows: int, heads: int, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
@@ -145,7 +145,7 @@ def test_gates_that_are_not_numbers_stay_so() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=amount(20, thorough=400))
+@settings(max_examples=amount(12, thorough=400))
 @given(rows=st.integers(1, 40), seed=st.integers(0, 10**9))
 def test_a_gate_beside_what_it_gates_is_rounded_once(dtype: torch.dtype, rows: int, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)

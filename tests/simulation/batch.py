@@ -1,6 +1,6 @@
 """Many seeds, one after another.
 
-`NBENGINE_SIMULATION_SEEDS` says how many worlds the tests run (2,000, and 100,000 in `make thorough`),
+`NBENGINE_SIMULATION_SEEDS` says how many worlds the tests run (500, and 100,000 in `make thorough`),
 `NBENGINE_SIMULATION_FIRST` with which seed they begin. The faults that were mended once (`planted.py`) are each found among
 150 of the first 400 seeds.
 """
@@ -16,7 +16,7 @@ from tests.simulation.world import run_seed, simulation
 Batch = tuple[int, int, tuple[str, ...]]
 """The first seed, the one after the last, and the kinds of faults."""
 
-QUICK = 2_000
+QUICK = 500
 SEEDS = int(os.environ.get("NBENGINE_SIMULATION_SEEDS", QUICK))
 FIRST = int(os.environ.get("NBENGINE_SIMULATION_FIRST", "0"))
 SEEDS_A_TEST = 250

@@ -21,6 +21,21 @@ def amount(quick: T, *, thorough: T) -> T:
     return thorough if THOROUGH else quick
 
 
+def some(values: Iterable[T], *, ordinary: int) -> list[T]:
+    """Return so few values for `pytest.mark.parametrize`, the first and the last among them and the others as far apart
+    as they can be; all of them in `make thorough`.
+
+    It is for values each of which proves the same: seeds, lengths, copies of a case. A value that alone proves something
+    is named in the test.
+    """
+    every = list(values)
+    if THOROUGH or len(every) <= ordinary:
+        return every
+    if ordinary == 1:
+        return every[:1]
+    return [every[number * (len(every) - 1) // (ordinary - 1)] for number in range(ordinary)]
+
+
 def combinations(*lists: Iterable[Any], together: int = 2) -> list[tuple[Any, ...]]:
     """Return combinations of one value of each list, for `pytest.mark.parametrize`: all of them in `make thorough`,
     otherwise so few that any values of `together` lists still meet in one of them."""

@@ -274,7 +274,7 @@ ODD_SCHEMAS = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(KEYWORDS), ODD_SCHEMAS, max_size=5))
-@settings(max_examples=amount(300, thorough=50_000), deadline=None)
+@settings(max_examples=amount(75, thorough=50_000), deadline=None)
 def test_no_schema_breaks_the_walk_through_it(schema: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         # Python says of some patterns that they may mean something else one day.

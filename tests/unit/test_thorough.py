@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.support import thorough
-from tests.support.thorough import amount, combinations, in_turn
+from tests.support.thorough import amount, combinations, in_turn, some
 
 LISTS = (range(2), range(4), range(3), range(5))
 
@@ -20,6 +20,17 @@ def is_thorough(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_amount_is_that_of_the_run(is_thorough: bool) -> None:
     assert amount(1, thorough=2) == 1 + is_thorough
+
+
+@pytest.mark.parametrize("ordinary", [1, 2, 3, 9, 10, 30])
+def test_some_values_are_the_ends_and_what_lies_evenly_between(is_thorough: bool, ordinary: int) -> None:
+    found = some((number for number in range(10)), ordinary=ordinary)
+    assert len(found) == (10 if is_thorough else min(ordinary, 10))
+    assert found == sorted(set(found))
+    assert found[0] == 0
+    assert found[-1] == 9 or len(found) == 1
+    gaps = {after - before for before, after in itertools.pairwise(found)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
 
 
 @pytest.mark.parametrize("together", [1, 2, 3])

@@ -242,7 +242,7 @@ class Sent:
 
 TestBalancing = Balancing.TestCase
 TestBalancing.settings = settings(
-    max_examples=amount(40, thorough=2000), stateful_step_count=30, deadline=None
+    max_examples=amount(20, thorough=2000), stateful_step_count=30, deadline=None
 )
 
 

@@ -126,7 +126,7 @@ def drain(backlog: Backlog) -> list[object]:
 
 
 @given(histories())
-@settings(max_examples=amount(80, thorough=4000), deadline=None)
+@settings(max_examples=amount(25, thorough=4000), deadline=None)
 def test_every_request_tells_the_same_story_in_fewer_messages(items: list[object]) -> None:
     expected = heard(items)
     backlog = Backlog()
@@ -141,7 +141,7 @@ def test_every_request_tells_the_same_story_in_fewer_messages(items: list[object
 
 
 @given(histories(), histories())
-@settings(max_examples=amount(80, thorough=4000), deadline=None)
+@settings(max_examples=amount(25, thorough=4000), deadline=None)
 def test_after_giving_up_no_request_goes_on_with_a_gap(before: list[object], after: list[object]) -> None:
     backlog = Backlog()
     fill(backlog, before)

@@ -399,5 +399,5 @@ class ControlHistories(RuleBasedStateMachine):
 
 TestControlHistories = ControlHistories.TestCase
 TestControlHistories.settings = settings(
-    max_examples=amount(60, thorough=3000), stateful_step_count=40, deadline=None
+    max_examples=amount(25, thorough=3000), stateful_step_count=40, deadline=None
 )

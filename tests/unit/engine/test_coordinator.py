@@ -104,7 +104,7 @@ def test_outputs_without_statistics_change_nothing_and_unknown_engines_are_refus
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.05), st.integers(0, 1)), min_size=1, max_size=60))
-@settings(max_examples=amount(40, thorough=2000), deadline=None)
+@settings(max_examples=amount(20, thorough=2000), deadline=None)
 def test_whatever_happens_the_last_word_is_published_and_busy_engines_do_not_flood(history) -> None:
     state = DPCoordinator(1)
     now, published, busy = 0.0, [], []

@@ -240,7 +240,7 @@ def told_by(history: MetricsHistory, rank: int, width: int) -> dict[int, tuple]:
 
 
 @given(st.lists(STEPS, max_size=60))
-@settings(max_examples=amount(150, thorough=5000), deadline=None)
+@settings(max_examples=amount(50, thorough=5000), deadline=None)
 def test_every_interval_tells_what_was_reported_in_it_and_nothing_where_nothing_was_known(
     steps: list,
 ) -> None:

@@ -342,9 +342,9 @@ class LockStepHistories(Histories):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=amount(60, thorough=3000), stateful_step_count=40, deadline=None
+    max_examples=amount(25, thorough=3000), stateful_step_count=40, deadline=None
 )
 TestLockStepHistories = LockStepHistories.TestCase
 TestLockStepHistories.settings = settings(
-    max_examples=amount(40, thorough=2000), stateful_step_count=40, deadline=None
+    max_examples=amount(20, thorough=2000), stateful_step_count=40, deadline=None
 )

@@ -463,5 +463,5 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=amount(40, thorough=1600), stateful_step_count=40, deadline=None
+    max_examples=amount(20, thorough=1600), stateful_step_count=40, deadline=None
 )

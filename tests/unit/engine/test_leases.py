@@ -193,7 +193,7 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=amount(30, thorough=1200), deadline=None)
+TestLeases.settings = settings(max_examples=amount(15, thorough=1200), deadline=None)
 
 
 def test_a_client_on_another_machine_has_no_process_to_look_at() -> None:

@@ -19,6 +19,7 @@ from nbengine.frontend.text.decoding import TextDecoding
 from nbengine.frontend.text.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 from nbengine.ipc.messages import FinishReason
 from nbengine.sampling_params import SamplingParams
+from tests.support.thorough import amount, some
 from tests.unit.frontend.stop_reference import chunkings, first_stop
 
 LENGTH = FinishReason.LENGTH
@@ -58,7 +59,7 @@ def test_deltas_of_random_tokens_join_to_the_text_of_all_tokens(
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     params = SamplingParams(skip_special_tokens=skip_special_tokens)
     rng = random.Random(7)
-    for _ in range(400):
+    for _ in range(amount(100, thorough=400)):
         steps = random_steps(rng, tokenizer.get_vocab_size())
         deltas, _, detokenizer = stream(tokenizer, steps, params)
         ids = [token_id for step in steps for token_id in step]
@@ -108,7 +109,7 @@ def test_a_stream_goes_on_after_its_decoder_has_rewritten_what_it_had_given_out(
 
 
 @pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", some(range(20), ordinary=4))
 def test_stop_strings_give_the_same_text_for_every_split_of_the_tokens(
     byte_level: Tokenizer, seed: int, include: bool
 ) -> None:
@@ -132,7 +133,7 @@ def test_stop_strings_give_the_same_text_for_every_split_of_the_tokens(
 
 
 @pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", some(range(12), ordinary=3))
 def test_overlapping_stop_strings_mean_the_same_for_every_chunking_of_bytes(
     byte_level: Tokenizer, seed: int, include: bool
 ) -> None:

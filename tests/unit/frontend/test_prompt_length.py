@@ -87,7 +87,7 @@ def test_a_conversation_that_cannot_fit_is_refused_like_a_prompt(
 TOKENIZERS = {"byte level": byte_level_tokenizer(), "byte fallback": byte_fallback_tokenizer()}
 
 
-@settings(max_examples=amount(30, thorough=600))
+@settings(max_examples=amount(15, thorough=600))
 @given(
     text=st.text(max_size=200)
     | st.sampled_from(["the ", "🙂", " ", "\x00", "東京", "dog"]).map(lambda s: s * 50)

@@ -51,7 +51,7 @@ def test_what_messages_spell_is_what_it_would_be_if_the_tokens_were_none(
     plain = never_special(tokenizer)
 
     @given(st.lists(TEXTS, min_size=1, max_size=3))
-    @settings(max_examples=amount(60, thorough=5000), deadline=None)
+    @settings(max_examples=amount(25, thorough=5000), deadline=None)
     def check(contents: list[str]) -> None:
         messages = [{"role": "user", "content": content} for content in contents]
         prompt = render_chat(tokenizer, messages)

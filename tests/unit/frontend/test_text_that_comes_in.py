@@ -21,6 +21,7 @@ from nbengine.frontend.requests.prompt_length import LONG_TEXT, TextEncoder
 from nbengine.frontend.text.chat import render_chat
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
+from tests.support.thorough import amount
 
 HALF = "caf\ud83d"
 USER = {"role": "user", "content": "the fox"}
@@ -158,7 +159,7 @@ def test_whatever_a_chat_is_given_it_is_rendered_or_refused_by_name(
     answered_or_refused(lambda: render_chat(shared_tokenizer, **arguments), name, "messages", "prompt")
 
 
-@settings(max_examples=100)
+@settings(max_examples=amount(30, thorough=2000))
 @given(field=st.sampled_from(["role", "content", "name", "tool_calls"]), value=ANYTHING)
 def test_whatever_a_message_has_it_is_rendered_or_refused_by_name(
     shared_tokenizer: PreTrainedTokenizerFast, field: str, value: Any
@@ -167,7 +168,7 @@ def test_whatever_a_message_has_it_is_rendered_or_refused_by_name(
     answered_or_refused(lambda: render_chat(shared_tokenizer, [message]), "messages", "prompt")
 
 
-@settings(max_examples=100)
+@settings(max_examples=amount(30, thorough=2000))
 @given(kind=st.sampled_from([PoolingParams, StructuredOutputsParams]), data=st.data())
 def test_whatever_parameters_are_given_they_can_be_sent_or_are_refused_by_name(
     kind: type, data: st.DataObject

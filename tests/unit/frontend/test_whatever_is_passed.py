@@ -133,7 +133,7 @@ def test_an_odd_value_is_taken_or_refused_by_the_name_of_its_argument(
     @example(object())
     @example(b"x")
     @example(float("nan"))
-    @settings(max_examples=amount(15, thorough=1000), deadline=None)
+    @settings(max_examples=amount(12, thorough=1000), deadline=None)
     def try_it(value: Any) -> None:
         passed(llm, method, argument, value)
 
@@ -156,7 +156,7 @@ PARTS = st.dictionaries(
 
 
 @given(st.lists(PARTS, min_size=1, max_size=3))
-@settings(max_examples=amount(60, thorough=3000), deadline=None)
+@settings(max_examples=amount(25, thorough=3000), deadline=None)
 def test_messages_of_any_shape_are_answered_or_refused(llm: LLM, messages: list[Any]) -> None:
     passed(llm, "chat", "messages", messages)
 
@@ -173,7 +173,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_parameters_of_requests_are_taken_or_refused_by_name(kind: type) -> None:
     @given(st.dictionaries(st.sampled_from(KINDS[kind]), ANYTHING, max_size=2))
-    @settings(max_examples=amount(200, thorough=5000), deadline=None)
+    @settings(max_examples=amount(50, thorough=5000), deadline=None)
     def make(given_: dict[str, Any]) -> None:
         try:
             kind(**given_)

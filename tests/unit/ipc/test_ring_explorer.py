@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ring_explorer import Broken, Cell, Explorer, Memory, Ring
 
+from tests.support.thorough import amount
+
 TORN = "is due message"
 LOST = "sleeps for ever"
 MISSED = "has come to its end with"
@@ -208,7 +210,10 @@ def read(ring: Ring, lockstep: Lockstep, reader: RingReader, rank: int) -> None:
                     lockstep.do(1 + rank, "expect", cell, lambda half=half, chunk=chunk: chunk[half])
 
 
-@pytest.mark.parametrize("seed", range(25))
+SEEDS = range(amount(8, thorough=25))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_code_does_step_by_step_what_the_explored_programs_do(ends, seed: int, monkeypatch) -> None:
     monkeypatch.setattr(waiting.Waiter, "_look_when_due", lambda *_: False)
     ring, lockstep, writer, readers = ends
@@ -230,7 +235,7 @@ def test_the_code_does_step_by_step_what_the_explored_programs_do(ends, seed: in
 
 def test_the_walks_go_through_every_instruction() -> None:
     explorer = Explorer(Ring(messages=5))
-    seen = {(end, step.name) for seed in range(25) for end, step, _, _ in explorer.walk(random.Random(seed))}
+    seen = {(end, step.name) for seed in SEEDS for end, step, _, _ in explorer.walk(random.Random(seed))}
     expected = {
         (end, step.name)
         for end, program in enumerate(explorer.programs)

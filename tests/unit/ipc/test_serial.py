@@ -62,7 +62,7 @@ def round_trip(obj: Any, kind: Any = Any, threshold: int = 256) -> Any:
     step=st.integers(1, 3),
     threshold=st.sampled_from([0, 16, 256]),
 )
-@settings(max_examples=amount(80, thorough=4000), deadline=None)
+@settings(max_examples=amount(25, thorough=4000), deadline=None)
 def test_tensors_survive(dtype, shape, transpose, step, threshold) -> None:
     tensor = torch.randint(0, 2, shape, dtype=torch.uint8).to(dtype)
     if transpose:
@@ -89,7 +89,7 @@ def test_tensors_survive(dtype, shape, transpose, step, threshold) -> None:
     transpose=st.booleans(),
     threshold=st.sampled_from([0, 16, 256]),
 )
-@settings(max_examples=amount(80, thorough=4000), deadline=None)
+@settings(max_examples=amount(25, thorough=4000), deadline=None)
 def test_arrays_survive(array, transpose, threshold) -> None:
     array = array.T if transpose else array
     back = round_trip(array, threshold=threshold)
@@ -100,7 +100,7 @@ def test_arrays_survive(array, transpose, threshold) -> None:
 
 
 @given(size=st.integers(0, 200))
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 def test_a_tensor_gets_its_own_frame_from_the_threshold_on(size) -> None:
     tensor = torch.arange(size, dtype=torch.int16)
     frames = MsgpackEncoder().encode(tensor)
@@ -180,7 +180,7 @@ outputs = st.builds(
 
 
 @given(outputs)
-@settings(max_examples=amount(40, thorough=2000), deadline=None)
+@settings(max_examples=amount(20, thorough=2000), deadline=None)
 def test_outputs_survive_and_a_reused_buffer_gives_the_same_bytes(message) -> None:
     encoder = MsgpackEncoder()
     buffer = bytearray(b"left from before" * 10)
@@ -270,7 +270,7 @@ def check_value_or_wire_error(decode: Callable[[], Any], kind: Any) -> None:
 @given(
     st.lists(st.binary(max_size=60), max_size=3), st.sampled_from([Any, EngineCoreRequest, EngineCoreOutputs])
 )
-@settings(max_examples=amount(120, thorough=6000), deadline=None)
+@settings(max_examples=amount(40, thorough=6000), deadline=None)
 def test_garbage_is_a_wire_error_or_a_value_but_never_a_crash(frames, kind) -> None:
     decoder = MsgpackDecoder(kind)
     check_value_or_wire_error(lambda: decoder.decode(frames), kind)
@@ -278,7 +278,7 @@ def test_garbage_is_a_wire_error_or_a_value_but_never_a_crash(frames, kind) -> N
 
 
 @given(st.data())
-@settings(max_examples=amount(120, thorough=6000), deadline=None)
+@settings(max_examples=amount(40, thorough=6000), deadline=None)
 def test_a_flipped_byte_is_a_wire_error_or_a_value_but_never_a_crash(data) -> None:
     message = EngineCoreRequest("r", [1, 2, 3], SamplingParams(stop=["x"]), prompt_embeds=torch.ones(4, 4))
     frame = bytearray(MsgpackEncoder().encode(message)[0])

@@ -87,7 +87,7 @@ def test_names_cannot_be_guessed_from_one_another(directory: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=60), st.integers(0, 2**32))
-@settings(max_examples=amount(40, thorough=2000), deadline=None)
+@settings(max_examples=amount(20, thorough=2000), deadline=None)
 def test_slots_are_reused_in_any_order_of_reception_and_never_overlap(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]], seed: int
 ) -> None:
@@ -269,7 +269,7 @@ def test_a_slot_is_read_within_its_file_with_its_ticket_and_once(
     )
     | st.dictionaries(st.text(), st.none() | st.floats() | st.binary(), max_size=3)
 )
-@settings(max_examples=amount(120, thorough=6000), deadline=None)
+@settings(max_examples=amount(40, thorough=6000), deadline=None)
 def test_random_handles_are_wire_errors(
     tmp_path_factory: pytest.TempPathFactory, handle: dict[str, Any]
 ) -> None:

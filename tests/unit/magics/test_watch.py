@@ -222,7 +222,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, st.sampled_from(["> 0.5", ">= 0.5", "< 0.5", "<= 0.5"]))
-@settings(max_examples=amount(100, thorough=3000), deadline=None)
+@settings(max_examples=amount(33, thorough=3000), deadline=None)
 def test_it_changes_as_the_newest_values_of_all_engine_cores_do_however_they_are_read(
     rows: list[tuple[int, float | None, bool]], bound: str
 ) -> None:
@@ -262,7 +262,7 @@ def test_an_engine_core_that_is_gone_makes_it_false() -> None:
     st.text(max_size=30)
     | st.sampled_from(["running > 9" + "9" * 400, "ttft_p95 > 1e999", "a" * 5000 + " > 1"])
 )
-@settings(max_examples=amount(100, thorough=3000), deadline=None)
+@settings(max_examples=amount(33, thorough=3000), deadline=None)
 def test_any_text_is_a_condition_or_explained(text: str) -> None:
     condition = None
     # Any other error is one of the program's.

@@ -78,7 +78,7 @@ def test_any_value_behind_a_flag_is_taken_or_explained(
     @given(VALUES, BODIES)
     @example("9" * 400, "x")
     @example("nan", "x")
-    @settings(max_examples=amount(6, thorough=1000), deadline=None)
+    @settings(max_examples=amount(3, thorough=1000), deadline=None)
     def run(value: str, body: str) -> None:
         typed(shell, magic, f"{flag} {shlex.quote(value)}", body)
         capsys.readouterr()
@@ -144,7 +144,7 @@ def test_any_value_behind_a_flag_of_a_line_is_taken_or_explained(
     ]
 
     @given(st.sampled_from(flags), VALUES)
-    @settings(max_examples=amount(60, thorough=20_000), deadline=None)
+    @settings(max_examples=amount(25, thorough=20_000), deadline=None)
     def run(line: tuple[str, str, str], value: str) -> None:
         magic, command, flag = line
         typed(shell, magic, f"{command} {flag} {shlex.quote(value)}")
@@ -164,7 +164,7 @@ def test_any_line_and_any_body_are_taken_or_explained(
     shell.user_ns["x"] = "a value"
 
     @given(st.text(max_size=40), BODIES)
-    @settings(max_examples=amount(60, thorough=3000), deadline=None)
+    @settings(max_examples=amount(25, thorough=3000), deadline=None)
     def run(line: str, body: str) -> None:
         typed(shell, magic, line, body)
         capsys.readouterr()
@@ -180,7 +180,7 @@ def test_any_value_of_a_variable_is_taken_or_explained(
     shell.user_ns["hidden"] = lambda result, row: len(row)
 
     @given(ANYTHING)
-    @settings(max_examples=amount(60, thorough=3000), deadline=None)
+    @settings(max_examples=amount(25, thorough=3000), deadline=None)
     def run(value: Any) -> None:
         shell.user_ns["x"] = value
         shell.user_ns["items"] = [{"expected": value}]

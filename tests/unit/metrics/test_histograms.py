@@ -53,7 +53,7 @@ def test_a_later_state_less_an_earlier_one_is_what_came_between(
     assert earlier.plus(between).cumulated() == made.cumulated()
 
 
-@settings(max_examples=amount(25, thorough=1000))
+@settings(max_examples=amount(15, thorough=1000))
 @given(st.lists(st.floats(0, 1800), min_size=1, max_size=30), st.floats(0, 1))
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
     found = histogram(values).quantile(share)

@@ -26,6 +26,7 @@ from nbengine.models.checkpoints import tokenizer_convert, tokenizer_prepare
 from nbengine.models.checkpoints.files import resolve_model
 from nbengine.models.checkpoints.tokenizer_prepare import prepared_tokenizer
 from nbengine.runtime.progress import Reporter
+from tests.support.thorough import amount
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 UNIGRAM, BPE = 1, 2
@@ -246,7 +247,7 @@ def test_what_cannot_be_converted_is_named_with_its_directory_and_what_would_do(
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "tokenizer.model").write_bytes(b"\xff\xfe no model")
-    with pytest.raises(ModelLoadError) as raised:
+    with amount(converting_here, thorough=contextlib.nullcontext)(), pytest.raises(ModelLoadError) as raised:
         converted(broken)
     message = str(raised.value)
     assert message.startswith(

@@ -18,7 +18,7 @@ from tests.support.thorough import amount, combinations, in_turn
 
 LENGTH = 75
 """Tokens of the longest request: nine windows."""
-SHORT = amount(40, thorough=LENGTH)
+SHORT = amount(24, thorough=LENGTH)
 """Tokens of a request that comes in many small pieces."""
 
 

@@ -104,6 +104,7 @@ def test_a_file_without_an_output_projection_has_the_embeddings_for_it(
         ["qwen3.5", "qwen3.5 moe", "qwen3-next", "granite 4 moe", "lfm2", "olmo", "olmo3", "glm"],
         [Kind.F32, Kind.Q8_0],
         [(2, 1), (1, 2)],
+        together=1,
     ),
 )
 def test_two_ranks_give_them_from_their_parts_of_a_file(

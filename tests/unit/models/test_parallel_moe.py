@@ -275,6 +275,7 @@ def redivide(
         [(1, 2), (2, 1), (1, 4), (4, 2), (2, 3)],
         ["qwen3", "gpt-oss"],
         [False, True],
+        together=1,
     ),
 )
 def test_weights_go_from_those_who_have_them_to_those_who_need_them(

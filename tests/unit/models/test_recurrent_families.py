@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 NUM_SLOTS = 24
 LENGTH = 150
 """Tokens of the longest request: two chunks of transformers, and a part of one."""
-SHORT = amount(40, thorough=LENGTH)
+SHORT = amount(24, thorough=LENGTH)
 """Tokens of a request in small chunks, which need not be as long as those of transformers."""
 
 

@@ -50,7 +50,7 @@ def errors(found: Tensor, weight: Tensor) -> Tensor:
     return (found.double() - weight.double()).square().view(-1, 32).sum(1)
 
 
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 @given(rows=st.integers(1, 20), blocks=st.integers(1, 6), seed=st.integers(0, 10**9))
 def test_no_block_is_rounded_worse_than_by_its_smallest_and_largest_value(
     rows: int, blocks: int, seed: int
@@ -64,7 +64,7 @@ def test_no_block_is_rounded_worse_than_by_its_smallest_and_largest_value(
     assert (errors(found, weight) <= plain + slack).all()
 
 
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 @given(rows=st.integers(1, 20), blocks=st.integers(1, 6), seed=st.integers(0, 10**9))
 def test_eight_bits_are_off_by_half_a_step_at_most(rows: int, blocks: int, seed: int) -> None:
     weight = random_weight(rows, blocks, seed)
@@ -83,7 +83,7 @@ def test_the_search_makes_the_error_of_four_bits_smaller() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 40), blocks=st.integers(1, 9), seed=st.integers(0, 10**9))
 def test_a_part_is_rounded_to_the_bits_of_the_whole(
     bits: int, data: Any, rows: int, blocks: int, seed: int

@@ -149,7 +149,7 @@ def test_the_tensors_of_a_matrix_may_lie_in_several_files(tmp_path: Path, random
         assert torch.equal(values_of(slot), checkpoint[name]), name
 
 
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 @given(
     name=st.sampled_from(sorted(ALL)),
     row_words=st.integers(1, 9),

@@ -148,7 +148,7 @@ def test_chunks_batches_preemptions_and_the_prefix_cache_change_no_result(
 ) -> None:
     llm = make_llm(**options)
     forced = request.node.callspec.id == "preempted"
-    for seed in range(8 if forced else amount(1, thorough=4)):
+    for seed in range(amount(4, thorough=8) if forced else amount(1, thorough=4)):
         requests = mixed(seed, 40)
         outputs = run(llm, requests)
         assert len(outputs) == len(requests)

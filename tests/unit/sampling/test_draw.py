@@ -253,7 +253,7 @@ def test_extreme_logits_and_numbers_stay_inside_the_vocabulary() -> None:
             assert tokens.tolist() == expected
 
 
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 @given(
     vocab=st.integers(1, 700),
     seed=st.integers(0, 2**31),

@@ -15,7 +15,7 @@ from nbengine.sampling.logprobs import compute_logprobs
 from tests.support.thorough import amount
 
 
-@settings(max_examples=amount(40, thorough=1600), deadline=None)
+@settings(max_examples=amount(20, thorough=1600), deadline=None)
 @given(
     rows=st.integers(1, 9),
     vocab=st.integers(1, 300),

@@ -121,7 +121,7 @@ class Rows(RuleBasedStateMachine):
 
 
 Rows.TestCase.settings = settings(
-    max_examples=amount(25, thorough=1000), stateful_step_count=12, deadline=None
+    max_examples=amount(15, thorough=1000), stateful_step_count=12, deadline=None
 )
 TestRows = Rows.TestCase
 

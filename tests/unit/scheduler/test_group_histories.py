@@ -75,7 +75,7 @@ def test_every_request_gets_the_tokens_of_a_sequential_run_over_a_long_history(
     # A request of the greatest length just fits.
     needed = ReferenceScheduler(limits).most_blocks(56)
     sim = Simulation(replace(limits, num_blocks=needed))
-    for number in range(amount(400, thorough=10_000)):
+    for number in range(amount(260, thorough=10_000)):
         _random_event(sim, rng, number)
     for number in range(8):
         prompt = BASES[number % 2][: 20 + number]

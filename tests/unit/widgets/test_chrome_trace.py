@@ -59,7 +59,7 @@ def let_overlap(engine: SmallEngine, depth: int) -> None:
             step.seconds = steps[min(at + depth, len(steps)) - 1].time - step.time + 0.003
 
 
-@settings(max_examples=amount(25, thorough=500), deadline=None)
+@settings(max_examples=amount(15, thorough=500), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 25), st.integers(-1, 1)), max_size=12),
     st.integers(1, 4),

@@ -223,7 +223,7 @@ def states(draw: st.DrawFn) -> DashboardState:
     return replace(state, stats=EngineStats(stats), time=draw(st.floats(START - 1e6, START + 1e9)))
 
 
-@settings(max_examples=amount(30, thorough=600), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=amount(15, thorough=600), suppress_health_check=[HealthCheck.too_slow])
 @given(states(), st.integers(0, 140))
 def test_any_state_has_a_form_that_can_be_read(state: DashboardState, width: int) -> None:
     html = Page(page(state))

@@ -83,7 +83,7 @@ def play(engine: SmallEngine, reader: Reader, actions: Sequence[tuple]) -> None:
             reader.take(state_of(engine))
 
 
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 @given(st.lists(ACTIONS, max_size=60))
 def test_all_frames_of_any_history_tell_what_the_mirror_knows(actions: list[tuple]) -> None:
     engine, reader = SmallEngine(num_blocks=30), Reader()
@@ -93,7 +93,7 @@ def test_all_frames_of_any_history_tell_what_the_mirror_knows(actions: list[tupl
     assert all(not rank.cuts for rank in reader.decoder.ranks.values())
 
 
-@settings(max_examples=amount(30, thorough=600), deadline=None)
+@settings(max_examples=amount(15, thorough=600), deadline=None)
 @given(st.lists(st.one_of(ACTIONS, st.tuples(st.just("lose"))), max_size=50))
 def test_after_a_loss_the_reader_is_told_and_goes_on(actions: list[tuple]) -> None:
     engine, reader = SmallEngine(num_blocks=30), Reader()

@@ -38,7 +38,7 @@ def gaps_of(engine: SmallEngine) -> list[float]:
     return gaps
 
 
-@settings(max_examples=amount(20, thorough=800), deadline=None)
+@settings(max_examples=amount(12, thorough=800), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=15)
 )

@@ -11,7 +11,7 @@ from tests.support.thorough import amount
 INTERVAL, RATE, SLACK = 0.2, 1000.0, 0.05
 
 
-@settings(max_examples=amount(40, thorough=2000), deadline=None)
+@settings(max_examples=amount(20, thorough=2000), deadline=None)
 @given(st.lists(st.tuples(st.floats(0.001, 0.5), st.integers(0, 2000)), min_size=1, max_size=80))
 def test_neither_messages_nor_bytes_exceed_their_rate(history: list[tuple[float, int]]) -> None:
     now = 50.0

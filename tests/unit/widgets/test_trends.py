@@ -40,7 +40,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, st.integers(1, 50), st.floats(0.5, 20))
-@settings(max_examples=amount(150, thorough=5000), deadline=None)
+@settings(max_examples=amount(50, thorough=5000), deadline=None)
 def test_tokens_gaps_and_peaks_of_slices_are_those_of_the_rows(
     steps: list[tuple[int, int, bool, float | None]], most: int, rest: float
 ) -> None:

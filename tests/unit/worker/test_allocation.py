@@ -370,7 +370,7 @@ def test_whichever_operation_of_whichever_rank_lacks_memory_all_ranks_stay_alike
     whole = OneFailure(1, 0)
     check(run(whole), expected)
     assert whole.count > 500, "it is within reach of what attempts do"
-    chosen = random.Random(5).sample(range(1, whole.count + 1), amount(8, thorough=300))
+    chosen = random.Random(5).sample(range(1, whole.count + 1), amount(4, thorough=300))
     num_ended = 0
     for place in chosen:
         found = run(OneFailure(place % 2, place))

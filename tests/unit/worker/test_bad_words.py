@@ -16,7 +16,7 @@ texts = st.lists(st.integers(0, VOCAB - 1), max_size=7)
 words = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=5), max_size=4)
 
 
-@settings(max_examples=amount(60, thorough=3000), deadline=None)
+@settings(max_examples=amount(25, thorough=3000), deadline=None)
 @given(rows=st.lists(st.tuples(texts, texts, words, st.booleans()), min_size=1, max_size=5))
 def test_a_word_is_completed_by_the_tokens_that_transformers_forbids(
     rows: list[tuple[list[int], list[int], list[list[int]], bool]],

@@ -19,6 +19,7 @@ from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, Schedule
 from nbengine.worker.batch.decode_inputs import DecodeInputs
 from nbengine.worker.batch.input_batch import InputBatch
 from nbengine.worker.batch.step_inputs import StepInputBuilder, StepInputs
+from tests.support.thorough import amount
 from tests.unit.scheduler.fake_grammar import VOCAB_SIZE
 from tests.unit.scheduler.layered_model import first_visible
 from tests.unit.scheduler.mixtures import MIXTURES, with_rules
@@ -149,7 +150,7 @@ def test_every_group_is_given_the_blocks_and_slots_of_the_plans(mixture: str, pa
     limits = replace(limits, num_blocks=needed + 6 if needed else 0)
     sim = Simulation(limits)
     sim.worker = worker = CheckedWorker(limits, pads=pads)
-    for number in range(200):
+    for number in range(amount(130, thorough=2000)):
         _random_event(sim, rng, number)
     sim.finish_everything()
     assert sim.scheduler.make_stats().prefix_cache_hits > 0

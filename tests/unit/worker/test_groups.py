@@ -10,6 +10,7 @@ from nbengine.kv_cache.specs import FULL, LayerRule, make_groups
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.loading import load_model
 from nbengine.worker.model_runner import ModelRunner
+from tests.support.thorough import amount
 from tests.unit.worker.test_stages import (
     EVERYTHING,
     Engine,
@@ -38,7 +39,10 @@ class GroupedEngine(Engine):
     groups = make_groups(RULES)
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 5)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size"),
+    amount([(1, 1), (2, 2), (1, 5)], thorough=[(1, 1), (2, 1), (1, 2), (2, 2), (1, 5)]),
+)
 @pytest.mark.usefixtures("in_groups")
 def test_layers_in_groups_give_what_layers_in_one_group_give(
     expected: dict[str, Result], five_layers: EngineConfig, tp_size: int, pp_size: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -179,7 +180,7 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=amount(30, thorough=1200), stateful_step_count=20, deadline=None
+    max_examples=amount(15, thorough=1200), stateful_step_count=20, deadline=None
 )
 TestHistories = Histories.TestCase
 
@@ -195,8 +196,15 @@ FEATURES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("last", FEATURES, ids=lambda features: next(iter(features)))
-@pytest.mark.parametrize("first", [{}, *FEATURES], ids=lambda features: next(iter(features), "plain"))
+@pytest.mark.parametrize(
+    ("first", "last"),
+    amount(
+        # Each beside one that asks for the same, and beside another.
+        [({}, FEATURES[0]), *((each, each) for each in FEATURES), *itertools.pairwise(FEATURES)],
+        thorough=list(itertools.product([{}, *FEATURES], FEATURES)),
+    ),
+    ids=lambda features: next(iter(features), "plain"),
+)
 def test_a_row_that_moves_or_comes_back_keeps_what_it_asked_for(
     first: dict[str, Any], last: dict[str, Any]
 ) -> None:

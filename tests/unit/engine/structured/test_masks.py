@@ -57,7 +57,7 @@ regexes = st.recursive(
 )
 
 
-@settings(max_examples=amount(30, thorough=1200), deadline=None)
+@settings(max_examples=amount(15, thorough=1200), deadline=None)
 @given(regex=regexes, walk=st.lists(st.integers(0, 1_000), max_size=2))
 def test_a_token_is_allowed_exactly_if_some_text_completes_it(
     model: ModelConfig, tokenizer: Tokenizer, regex: Regex, walk: list[int]

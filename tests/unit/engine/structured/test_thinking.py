@@ -218,7 +218,7 @@ def test_marks_without_a_grammar_or_a_budget_cost_nothing(manager: StructuredOut
     assert manager.compile(SamplingParams(), ReasoningTokens(endings=[[3]])) is None
 
 
-@settings(max_examples=amount(20, thorough=800), deadline=None)
+@settings(max_examples=amount(12, thorough=800), deadline=None)
 @given(wishes=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=40, max_size=40), data=st.data())
 def test_whatever_a_model_draws_it_ends_with_an_answer_in_the_grammar(
     model: ModelConfig, tokenizer: Tokenizer, wishes: list[int], data: st.DataObject
