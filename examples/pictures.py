@@ -65,9 +65,15 @@ TOKENS = [
     "%%generate --temperature 0 --max-tokens 22 --logprobs 5\nName a fruit that is yellow, and say why people like it.",
     "%engine stop",
 ]
-MOVING = [*DASHBOARD[:2], "%dashboard --height 560", *DASHBOARD[3:]]
-"""The same with a dashboard that leaves room for the answers below it."""
-FRAME_SECONDS = 0.4
+MOVING = [
+    *DASHBOARD[:2],
+    "%dashboard --height 560",
+    DASHBOARD[3],
+    DASHBOARD[4].replace("90", "130"),
+    DASHBOARD[5],
+]
+"""The same with longer answers, and with a dashboard that leaves room for them below it."""
+FRAME_SECONDS = 0.2
 LAST_FRAME_SECONDS = 4.0
 COLOURS = 64
 EXAMPLES = {
@@ -169,7 +175,7 @@ def record(page: Page) -> None:
         is_done = "10 answers" in text and "of 10 answers" not in text
         frames.append(Image.open(io.BytesIO(page.screenshot(clip={**panel}))).convert("RGB"))
         due = max(due + FRAME_SECONDS, time.monotonic())
-        page.wait_for_timeout(1000 * (due - time.monotonic()))
+        page.wait_for_timeout(max(0.0, 1000 * (due - time.monotonic())))
     # All frames have the colours of one with all requests: other ones in each would flicker.
     colours = frames[len(frames) // 2].quantize(COLOURS)
     first, *rest = (frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames)
