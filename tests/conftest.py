@@ -204,12 +204,11 @@ def private_runtime_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def smollm2_oracle() -> PreTrainedModel:
-    """The default model in transformers, float32, from the same GGUF file.
+def smollm2_read_by_transformers() -> Path:
+    """The folder with what transformers has read of the default model's file: the model, and its tokenizer.
 
-    To read that takes transformers many seconds: what it has read stays in the tests' cache.
+    To read that takes transformers many seconds: it stays in the tests' cache.
     """
-    import torch
     import transformers
     from filelock import FileLock
 
@@ -219,14 +218,26 @@ def smollm2_oracle() -> PreTrainedModel:
 
     file = Path(resolve_model(ModelConfig("smollm2-135m")).weights[0]).resolve()
     of = (file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__, version("gguf"))
-    directory = cache_dir() / "oracles" / "-".join((file.stem, *map(str, of)))
+    directory = cache_dir() / "oracles" / "-".join((file.stem, "with-tokenizer", *map(str, of)))
     with FileLock(make_directory(directory.parent) / f"{directory.name}.lock"):
         if not directory.exists():
             with new_directory(directory) as made:
                 read_with_transformers(file).save_pretrained(made)
+                with gguf_files_read_once():
+                    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+                tokenizer.save_pretrained(made)
         os.utime(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def smollm2_oracle(smollm2_read_by_transformers: Path) -> PreTrainedModel:
+    """The default model in transformers, float32, from the same GGUF file."""
+    import torch
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
+        smollm2_read_by_transformers, dtype=torch.float32, attn_implementation="eager"
     ).eval()
 
 

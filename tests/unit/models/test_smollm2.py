@@ -22,7 +22,6 @@ from nbengine.models.configs.hf_config import (
     max_model_len_of,
     vocab_size,
 )
-from tests.conftest import gguf_files_read_once
 
 TEXTS = [
     "",
@@ -58,10 +57,8 @@ def resolved() -> ModelConfig:
 
 
 @pytest.fixture(scope="module")
-def oracle_tokenizer(resolved: ModelConfig) -> Any:
-    gguf = Path(resolved.weights[0])
-    with gguf_files_read_once():
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+def oracle_tokenizer(smollm2_read_by_transformers: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_read_by_transformers)
     # The published tokenizer.json of SmolLM2 takes each digit by itself. The file says so ("smollm"), and the conversion
     # does not know that name.
     digits = pre_tokenizers.Digits(individual_digits=True)
