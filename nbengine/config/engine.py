@@ -311,7 +311,7 @@ class EngineArgs:
     def __post_init__(self, *without_effect: object) -> None:
         for (name, idle), value in zip(WITHOUT_EFFECT.items(), without_effect, strict=True):
             one_of(name, value, idle.allowed)
-        hints = argument_types()
+        hints = argument_types(type(self))
         for f in fields(self):
             value = getattr(self, f.name)
             checked = _checked_type(f.name, value, hints[f.name])
@@ -342,7 +342,7 @@ class EngineArgs:
 
     def _values(self) -> dict[str, Any]:
         """Return the arguments as the configuration classes hold them."""
-        hints = argument_types()
+        hints = argument_types(type(self))
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: float(value) for name, value in values.items() if hints[name] is float}
         values["chat_template"] = template_text(self.chat_template)
@@ -360,9 +360,13 @@ AsyncEngineArgs = EngineArgs
 
 
 @functools.cache
-def argument_types() -> Mapping[str, Any]:
-    """Return the type of each engine argument by its name; to read the annotations takes milliseconds each time."""
-    return types.MappingProxyType(typing.get_type_hints(EngineArgs))
+def argument_types(arguments: type[Any] = EngineArgs) -> Mapping[str, Any]:
+    """Return the type of each engine argument by its name; to read the annotations takes milliseconds each time.
+
+    Args:
+        arguments: the class; one that is derived from `EngineArgs` may have more.
+    """
+    return types.MappingProxyType(typing.get_type_hints(arguments))
 
 
 def argument_names() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -185,3 +185,12 @@ def test_a_configuration_survives_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
     assert config.scheduler.max_num_batched_tokens == 17
     assert config.parallel.distributed_executor_backend == "a.module:Class"
+
+
+def test_a_class_that_is_derived_may_have_more_fields() -> None:
+    @dataclass(frozen=True)
+    class OwnArgs(EngineArgs):
+        answers: int = 3
+
+    args = OwnArgs("random-tiny", seed=5)
+    assert (args.answers, args.create_engine_config(bound=True).model.seed) == (3, 5)
