@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from nbengine.kernels.cpu.codegen import MAX_LANES, CacheLevel, Code, Int, Vector, define
 from nbengine.kernels.cpu.dense_parts import DenseKind, Frame
-from nbengine.kernels.cpu.dense_tiles import OUTPUTS, write_sums
+from nbengine.kernels.cpu.dense_tiles import OUTPUTS, tiles_of_rows, write_sums
 from nbengine.kernels.cpu.matrix_tiles import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS, Tiles, tile_shapes
 from nbengine.kernels.cpu.shuffles import transpose
 
@@ -81,25 +81,13 @@ def _multiply(kind: DenseKind, lay_out: ir.Function, write: ir.Function, code: C
                 _copy_tail(code, source + (columns - tail) * _FLOAT, target, tail)
             for _ in _Division(code, padded, None).of(code.integer(0), tail_parts):
                 pass
-        code.store_int(start, position)
-        for count, is_first in product((_PAIR, 1), (True, False)):
-
-            def remains(
-                count: int = count, is_first: bool = is_first, start: Int = start, stop: Int = stop
-            ) -> ir.Value:
-                row = code.load_int(position)
-                found = (stop - row).compare(">", (count - 1) * TILE_ROWS)
-                return code.builder.and_(found, row.compare("==", start)) if is_first else found
-
-            with code.loop_while(remains):
-                row = code.load_int(position)
-                # The first rows divide the weight, for all that follow.
-                _Product(frame, tiles, strip, tail_parts, row, count).multiply(divide if is_first else None)
-                for (half, first), number in product(enumerate(firsts), range(count)):
-                    tiles.store(_sums(half, number), scratch, code.integer(TILE_ROW_BYTES))
-                    place = row + number * TILE_ROWS
-                    code.call(write, args, scratch, place, (stop - place).at_most(TILE_ROWS), first, height)
-                code.store_int(row + count * TILE_ROWS, position)
+        for row, count, is_first in tiles_of_rows(code, position, start, stop):
+            # The first rows divide the weight, for all that follow.
+            _Product(frame, tiles, strip, tail_parts, row, count).multiply(divide if is_first else None)
+            for (half, first), number in product(enumerate(firsts), range(count)):
+                tiles.store(_sums(half, number), scratch, code.integer(TILE_ROW_BYTES))
+                place = row + number * TILE_ROWS
+                code.call(write, args, scratch, place, (stop - place).at_most(TILE_ROWS), first, height)
     tiles.release()
 
 

@@ -7,7 +7,7 @@ in its tile is computed like one that has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -63,24 +63,29 @@ def _multiply(kind: DenseKind, lay_out: ir.Function, write: ir.Function, code: C
                     source = weight + row * stride + (columns - tail) * _SIZE
                     target = tails + (number * TILE_BYTES) + row * TILE_ROW_BYTES
                     frame.copy_row(source, target, tail, kind.weight)
-        code.store_int(start, position)
-        for count, is_first in product((_PAIR, 1), (True, False)):
-
-            def remains(
-                count: int = count, is_first: bool = is_first, start: Int = start, stop: Int = stop
-            ) -> ir.Value:
-                row = code.load_int(position)
-                found = (stop - row).compare(">", (count - 1) * TILE_ROWS)
-                return code.builder.and_(found, row.compare("==", start)) if is_first else found
-
-            with code.loop_while(remains):
-                row = code.load_int(position)
-                it = _Product(frame, tiles, weights, tails, row, count)
-                # The first rows bring the weight's next part to the cache, for all that follow.
-                it.multiply(prefetches=is_first)
-                it.write(write, firsts, height, stop)
-                code.store_int(row + count * TILE_ROWS, position)
+        for row, count, is_first in tiles_of_rows(code, position, start, stop):
+            it = _Product(frame, tiles, weights, tails, row, count)
+            # The first rows bring the weight's next part to the cache, for all that follow.
+            it.multiply(prefetches=is_first)
+            it.write(write, firsts, height, stop)
     tiles.release()
+
+
+def tiles_of_rows(code: Code, position: Int, start: Int, stop: Int) -> Iterator[tuple[Int, int, bool]]:
+    """Divide the rows of x from `start` to `stop` into pairs of tiles and a last tile, and yield the first row of each, the
+    number of tiles, and whether it is the first. `position` is the address of a number, for the row that is next."""
+    code.store_int(start, position)
+    for count, is_first in product((_PAIR, 1), (True, False)):
+
+        def remains(count: int = count, is_first: bool = is_first) -> ir.Value:
+            row = code.load_int(position)
+            found = (stop - row).compare(">", (count - 1) * TILE_ROWS)
+            return code.builder.and_(found, row.compare("==", start)) if is_first else found
+
+        with code.loop_while(remains):
+            row = code.load_int(position)
+            yield row, count, is_first
+            code.store_int(row + count * TILE_ROWS, position)
 
 
 @dataclass(frozen=True)
