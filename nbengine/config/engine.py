@@ -359,13 +359,19 @@ AsyncEngineArgs = EngineArgs
 """The name that scripts for `AsyncLLM` import."""
 
 
-@functools.cache
-def argument_types(arguments: type[Any] = EngineArgs) -> Mapping[str, Any]:
-    """Return the type of each engine argument by its name; to read the annotations takes milliseconds each time.
+def argument_types(arguments: type[EngineArgs] = EngineArgs) -> Mapping[str, Any]:
+    """Return the type of each engine argument by its name.
 
     Args:
         arguments: the class; one that is derived from `EngineArgs` may have more.
     """
+    # mypy takes the hash of a class's objects for that of the class.
+    return _types_of(arguments)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _types_of(arguments: type[EngineArgs]) -> Mapping[str, Any]:
+    # To read the annotations takes milliseconds each time.
     return types.MappingProxyType(typing.get_type_hints(arguments))
 
 
