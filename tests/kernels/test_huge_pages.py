@@ -40,7 +40,9 @@ def test_an_empty_tensor_needs_no_memory():
 
 @has_huge_pages
 def test_the_system_is_asked_for_huge_pages_for_a_large_storage():
-    storage = torch.empty(64 * _MIB, dtype=torch.uint8).untyped_storage()
+    # A mapping of its own: what malloc gives may be memory that was asked for and freed before.
+    memory = mmap.mmap(-1, 64 * _MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     middle = storage.data_ptr() + 32 * _MIB
     assert "hg" not in flags_of(middle)
     ask_for_huge_pages(storage)

@@ -29,6 +29,7 @@ from nbengine.models.layers.weights import WeightSlot
 from nbengine.models.loading import load_model, packed_formats, weights_bytes_of
 from nbengine.worker.worker import Worker
 from tests.kernels.quantized_weights import rounded
+from tests.support.resident import resident_bytes
 from tests.support.thorough import amount, combinations
 from tests.unit.models.quantized_checkpoints import VARIANTS, is_quantized, random_matrix
 from tests.unit.models.test_parallel_moe import Cores, redivide
@@ -257,19 +258,11 @@ def write_awq_experts(directory: Path, model: Any) -> dict[str, Tensor]:
     return values
 
 
-def resident_bytes(weights: Iterable[Tensor]) -> int:
+def resident_bytes_of(weights: Iterable[Tensor]) -> int:
     """The memory that the regions of these weights take of this process."""
     storages = {storage.data_ptr(): storage for storage in (weight.untyped_storage() for weight in weights)}
     assert all(map(is_region, storages.values()))
-    found, is_inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if not name.endswith(":"):
-            first = int(name.partition("-")[0], 16)
-            is_inside = any(at <= first < at + storage.nbytes() for at, storage in storages.items())
-        elif is_inside and name == "Rss:":
-            found += int(rest.split()[0]) << 10
-    return found
+    return sum(map(resident_bytes, storages.values()))
 
 
 @pytest.mark.parametrize(
@@ -283,10 +276,10 @@ def test_experts_come_back_after_sleep(
     assert isinstance(worker.model, DecoderForCausalLM)
     assert worker.model.kept is not None
     worker.model.kept.wait()
-    assert resident_bytes(worker.model.parameters()) >= worker.model.weights_bytes
+    assert resident_bytes_of(worker.model.parameters()) >= worker.model.weights_bytes
     for level in levels:
         worker.sleep(level)
-    assert (resident_bytes(worker.model.parameters()) == 0) == (2 in levels)
+    assert (resident_bytes_of(worker.model.parameters()) == 0) == (2 in levels)
     worker.wake_up("weights")
     worker.wake_up("kv_cache")
     assert all(map(torch.equal, worker.model.parameters(), before))

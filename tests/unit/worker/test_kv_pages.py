@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from nbengine.worker import model_runner
 from nbengine.worker.memory import kv_pages
 from nbengine.worker.memory.kv_pages import KVPages
 from nbengine.worker.worker import Worker
+from tests.support.resident import resident_bytes
 
 takes_pages = pytest.mark.skipif(not can_take_pages(), reason="the system takes no pages ahead of their use")
 SHAPE = (2, 1000, 4, 16, 64)
@@ -30,9 +30,10 @@ def caches(count: int) -> list[Tensor]:
 @takes_pages
 def test_a_new_cache_has_no_memory_until_all_of_it_is_taken():
     tensors = caches(2)
-    assert max(map(resident_bytes, tensors)) < tensors[0].nbytes // 10
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    assert max(map(resident_bytes, storages)) < tensors[0].nbytes // 10
     KVPages(tensors).join()
-    assert min(map(resident_bytes, tensors)) >= tensors[0].nbytes
+    assert min(map(resident_bytes, storages)) >= tensors[0].nbytes
 
 
 @takes_pages
@@ -91,21 +92,6 @@ def test_the_pieces_cover_each_cache_once_with_low_blocks_first(monkeypatch):
         assert sum(size for _, size in own) == half.nbytes
         assert own[0][0] == start
     assert {first for first, _ in pieces[: len(halves)]} == {half.data_ptr() for half in halves}
-
-
-def resident_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's mapping that are in memory."""
-    address, is_inside = tensor.data_ptr(), False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if "-" in first and not first.endswith(":"):
-            start, end = (int(part, 16) for part in first.split("-"))
-            is_inside = start <= address < end
-            resident_start = start
-        elif is_inside and first == "Rss:":
-            assert resident_start <= address
-            return int(rest[0]) * 1024
-    raise AssertionError(f"no mapping holds {address:#x}")
 
 
 @takes_pages
