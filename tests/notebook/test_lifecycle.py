@@ -87,13 +87,13 @@ def test_a_restarted_kernel_finds_its_engine_warm_and_its_old_request_ended(
 
 def test_running_all_cells_again_starts_no_second_engine(kernel: Kernel, start_kernel: StartKernel) -> None:
     other, kernel = kernel, start_kernel()
-    start = start_line(tokens_per_second=1000)
+    start, fewer = (start_line(blocks=blocks, tokens_per_second=1000) for blocks in (256, 128))
     cells = [start, "%generate -o answer --max-tokens 3 --raw hi"]
     for now in (None, False, True):
         if now is not None:
             kernel.restart(now=now)
             # It is not attached yet, and is this notebook's all the same.
-            refusal = kernel.run_any(start.replace("256", "128")).text
+            refusal = kernel.run_any(fewer).text
             assert "is running already, and differs: num_gpu_blocks_override is 256 there" in refusal
         for source in cells * 2:
             cell = kernel.run(source)
@@ -103,7 +103,7 @@ def test_running_all_cells_again_starts_no_second_engine(kernel: Kernel, start_k
                 )
     assert len(list_connections()) == 1
     assert "`%engine attach random-tiny` joins it" in other.run_any(start).text
-    differs = kernel.run_any(start.replace("256", "128")).text
+    differs = kernel.run_any(fewer).text
     assert "num_gpu_blocks_override is 256 there, 128 here" in differs
     assert "`%engine load random-tiny" in differs
     assert "is ready after" in kernel.run(f"{start} --new").text
