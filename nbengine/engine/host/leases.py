@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from nbengine.ipc.control_messages import Attach
 from nbengine.ipc.liveness import ProcessIdentity, ProcessState
 
+FIRST_CLIENT = 1
+"""The epoch of the first client that an engine has."""
 LIVENESS_INTERVAL = 0.5
 """Seconds between two looks at what the clients' processes do."""
 
@@ -57,7 +59,7 @@ class LeaseTable:
         self._duration = duration
         self._state_of = state_of
         self._by_identity: dict[bytes, Lease] = {}
-        self._next_index = 1
+        self._next_index = FIRST_CLIENT
         self._next_look = 0.0
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nbengine.ipc.control_messages import EngineReady, Progress
 
@@ -59,7 +59,8 @@ class RankLife:
     """True if the present process has said Hello."""
     ready: EngineReady | None = None
     """The message with which the present process became ready."""
-    progress: Progress | None = None
+    reports: dict[tuple[str, int | None], Progress] = field(default_factory=dict)
+    """The latest reports of the present process on its start, by stage and worker."""
     kill_at: float = math.inf
     restart_at: float = math.inf
     wanted: bool = True
@@ -88,7 +89,13 @@ class RankLife:
     def start(self) -> None:
         """Begin the next incarnation, for which a process is started."""
         self.incarnation += 1
-        self.phase, self.greeted, self.ready, self.progress = RankPhase.STARTING, False, None, None
+        self.phase, self.greeted, self.ready = RankPhase.STARTING, False, None
+        self.reports = {}
+
+    def take_report(self, report: Progress) -> None:
+        """Keep a report of the start; those of later loads concern clients that are attached."""
+        if self.phase is RankPhase.STARTING:
+            self.reports[report.stage, report.worker] = report
 
     def count_death(self, now: float) -> None:
         """Note that the rank has died, or is about to; after too many deaths it is not wanted any more."""
@@ -180,6 +187,10 @@ class RankTable:
     def ready_messages(self) -> list[EngineReady]:
         """Return the messages with which the ranks that take requests became ready."""
         return [life.ready for life in self.all() if life.phase is RankPhase.READY and life.ready is not None]
+
+    def start_reports(self) -> list[Progress]:
+        """Return what the ranks' present processes have reported of their starts."""
+        return [report for life in self.all() for report in life.reports.values()]
 
     def recall(self, size: int) -> set[int]:
         """Want all ranks below `size`, and return those that were not wanted; GONE ones are to be queued."""

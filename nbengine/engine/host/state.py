@@ -13,7 +13,7 @@ import enum
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
@@ -42,7 +42,7 @@ from nbengine.engine.host.events import (
     ToClient,
     ToCore,
 )
-from nbengine.engine.host.leases import EndedLease, Lease, LeaseTable
+from nbengine.engine.host.leases import FIRST_CLIENT, EndedLease, Lease, LeaseTable
 from nbengine.engine.host.progress_guard import ProgressGuard
 from nbengine.engine.host.progress_watch import Look
 from nbengine.engine.host.rank_table import RankLife, RankPhase, RankTable
@@ -241,9 +241,10 @@ class HostState:
         actions.append(
             ToClient(identity, Attached(lease.client_index, ranks, self._handshake.tensor_dir, PROTOCOL))
         )
-        news: Iterable[Progress | EngineReady] = self._table.ready_messages()
-        if starting:
-            news = [life.progress for life in self._table.all() if life.progress is not None]
+        news: list[HostToClient] = [] if starting else [*self._table.ready_messages()]
+        if starting or lease.client_index == FIRST_CLIENT:
+            # Who has started the engine waits for it, and may attach when some stages, or all, are over.
+            news = [*self._table.start_reports(), *news]
         actions += [ToClient(identity, item) for item in (*news, *self._guard.news(now))]
         return actions + [ToCore(rank, _introduction(lease)) for rank in self._table.welcoming]
 
@@ -283,7 +284,7 @@ class HostState:
             case Pulse():
                 return self._guard.on_pulse(life, message, now)
             case Progress():
-                life.progress = message
+                life.take_report(message)
                 return self._to_all_clients(message)
             case EngineReady():
                 return self._on_ready(life, message, now)

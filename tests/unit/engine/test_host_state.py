@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -82,15 +83,17 @@ def test_a_client_that_attaches_early_hears_everything_once() -> None:
     assert host.core(ready()) == [RecordReady([ready()], 1), CoreReady(0), ToClient(b"a", ready())]
 
 
-def test_a_client_that_attaches_while_loading_hears_the_latest_progress_and_a_late_one_that_it_is_ready() -> (
+def test_a_client_that_attaches_while_loading_hears_each_stages_latest_progress_and_a_late_one_that_it_is_ready() -> (
     None
 ):
     host = Host()
     host.core(Hello(0, 100))
     for fraction in (0.1, 0.7):
         host.core(Progress("load", fraction=fraction))
+    host.core(Progress("profile"))
     news = host.client(attach())
-    assert [action.message for action in only(news, ToClient)][1:] == [Progress("load", fraction=0.7)]
+    reports = [Progress("load", fraction=0.7), Progress("profile")]
+    assert [action.message for action in only(news, ToClient)][1:] == reports
     host.core(ready())
     late = host.client(attach("t"), b"b")
     assert [action.message for action in only(late, ToClient)] == [
@@ -98,6 +101,23 @@ def test_a_client_that_attaches_while_loading_hears_the_latest_progress_and_a_la
         ready(),
     ]
     assert only(late, ToCore) == [ToCore(0, AttachClient(2, "ipc:///run/t.in", "ipc:///run/t.out"))]
+
+
+def test_the_first_client_hears_how_the_start_was_also_when_it_is_over() -> None:
+    host = Host(ranks=2).greet()
+    reports = [Progress("load", worker=0), Progress("load", worker=1), Progress("kv", "64 blocks", 1.0)]
+    for rank in (1, 0):
+        for report in reports:
+            host.core(msgspec.structs.replace(report, rank=rank), rank)
+        host.core(ready(rank), rank)
+    host.core(Progress("load", "the weights again, after a sleep", rank=0))
+    first, second = host.client(attach()), host.client(attach("t"), b"b")
+    both_ready = [ready(0), ready(1)]
+    assert [action.message for action in only(first, ToClient)][1:] == [
+        *(msgspec.structs.replace(report, rank=rank) for rank in (0, 1) for report in reports),
+        *both_ready,
+    ]
+    assert [action.message for action in only(second, ToClient)][1:] == both_ready
 
 
 def test_an_engine_is_ready_when_every_rank_is() -> None:
