@@ -4,36 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nbengine.outputs import PromptProgress, RequestOutput
-from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.decoding import BodyDecoder
 from nbengine.server.protocol.errors import ApiError
 from nbengine.server.protocol.responses import ResponsesRequest
 from nbengine.server.replies import json_reply
 from nbengine.server.response_store import ResponseStore
-from nbengine.server.routes.common import now, service_of, stream_of
-from nbengine.server.sse import EventStream, event, take_all, until_disconnect
+from nbengine.server.routes.common import now, stream_of
+from nbengine.server.routes.typed_events import TypedAnswer, encoded, open_as_chat
+from nbengine.server.sse import EventStream, until_disconnect
 from nbengine.server.translate.answers import AnswerPart
-from nbengine.server.translate.conversation import ChatMessage, own_names
+from nbengine.server.translate.conversation import ChatMessage
 from nbengine.server.translate.logprobs import chat_logprobs
-from nbengine.server.translate.responses_events import Event, ResponseBuilder, new_response_id
+from nbengine.server.translate.responses_events import ResponseBuilder, new_response_id
 from nbengine.server.translate.responses_request import (
     CHAT_NAMES,
     chat_body,
     input_messages,
     wants_logprobs,
 )
-from nbengine.server.turns import ChatTurn, open_turn
+from nbengine.server.translate.segments import Event
+from nbengine.server.turns import ChatTurn
 
 _decoder = BodyDecoder(ResponsesRequest, "/v1/responses")
 
 
-class _Answer:
+class _Answer(TypedAnswer):
     """The answer to one request, on its way from the engine to the caller and the store."""
 
     def __init__(
@@ -44,47 +43,31 @@ class _Answer:
         conversation: list[ChatMessage],
         store: ResponseStore,
     ) -> None:
-        self.builder = ResponseBuilder(asked, turn.model, response_id, now())
-        self._turn = turn
+        super().__init__(turn, CHAT_NAMES)
+        self._builder = ResponseBuilder(asked, turn.model, response_id, now())
         self._top_logprobs = (asked.top_logprobs or 0) if wants_logprobs(asked) else None
         self._conversation = conversation
         self._store = store if asked.store is not False else None
-        self._last: AnswerPart | None = None
 
-    def take(self, position: int, output: RequestOutput | PromptProgress) -> bytes:
-        """Return the events that an output brings; those at the beginning wait for the engine to take the request."""
-        return b"".join(map(_encoded, self._events(position, output)))
+    def failure(self, error: ApiError) -> bytes:
+        """Return the end of a stream that fails."""
+        return encoded(self._builder.fail(error))
 
-    def end(self) -> bytes:
-        """Return the events at the end."""
-        return b"".join(map(_encoded, self._end_events()))
+    def _start(self) -> list[Event]:
+        return self._builder.start()
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the response when it is complete."""
-        with own_names(CHAT_NAMES):
-            await take_all(self._turn.send, self._events)
-        self._end_events()
-        return self.builder.response
+    def _add(self, part: AnswerPart) -> list[Event]:
+        return self._builder.add(part.deltas, self._logprobs(part))
 
-    def _events(self, position: int, output: RequestOutput | PromptProgress) -> list[Event]:
-        events: list[Event] = []
-        for part in self._turn.take(position, output):
-            if self._last is None:
-                events += self.builder.start()
-            self._last = part
-            events += self.builder.add(part.deltas, self._logprobs(part))
-        return events
-
-    def _end_events(self) -> list[Event]:
-        reason = None if self._last is None else self._last.finish_reason
-        events = self.builder.finish(reason or "stop", self._turn.usage())
+    def _finish(self, last: AnswerPart | None) -> list[Event]:
+        reason = None if last is None else last.finish_reason
+        events = self._builder.finish(reason or "stop", self._turn.usage())
         # A caller who has seen the end may go on from it at once.
         self._keep()
         return events
 
-    def failure(self, error: ApiError) -> bytes:
-        """Return the end of a stream that fails."""
-        return b"".join(map(_encoded, self.builder.fail(error)))
+    def _answer(self) -> dict[str, Any]:
+        return self._builder.response
 
     def _logprobs(self, part: AnswerPart) -> list[dict[str, Any]]:
         if self._top_logprobs is None or not part.logprobs:
@@ -94,7 +77,7 @@ class _Answer:
     def _keep(self) -> None:
         store, self._store = self._store, None
         if store is not None:
-            response = self.builder.response
+            response = self._builder.response
             store.put(response, [*self._conversation, *input_messages(response["output"])])
 
 
@@ -104,7 +87,7 @@ async def create_response(request: Request) -> Response | EventStream:
     store = _store_of(request)
     conversation = _conversation(asked, store)
     response_id = new_response_id()
-    turn = await _open(request, chat_body(asked, conversation), response_id)
+    turn = await open_as_chat(request, chat_body(asked, conversation), response_id, CHAT_NAMES)
     answer = _Answer(asked, turn, response_id, conversation, store)
     if asked.stream:
         return stream_of(request, turn.send, answer, failure=answer.failure, names=CHAT_NAMES)
@@ -116,7 +99,7 @@ async def count_input_tokens(request: Request) -> Response:
     asked = _decoder.decode(await request.body())
     # A conversation of any length can be counted.
     body = chat_body(asked, _conversation(asked, _store_of(request))) | {"truncate_prompt_tokens": -1}
-    turn = await _open(request, body, new_response_id())
+    turn = await open_as_chat(request, body, new_response_id(), CHAT_NAMES)
     return json_reply({"object": "response.input_tokens", "input_tokens": turn.num_prompt_tokens})
 
 
@@ -139,18 +122,9 @@ def _conversation(asked: ResponsesRequest, store: ResponseStore) -> list[ChatMes
     return [*earlier, *input_messages(asked.input, earlier)]
 
 
-async def _open(request: Request, body: dict[str, Any], response_id: str) -> ChatTurn:
-    with own_names(CHAT_NAMES):
-        return await open_turn(service_of(request), msgspec.convert(body, ChatCompletionRequest), response_id)
-
-
 def _store_of(request: Request) -> ResponseStore:
     store: ResponseStore = request.app.state.responses
     return store
-
-
-def _encoded(made: Event) -> bytes:
-    return event(made, made["type"])
 
 
 ROUTES = [

@@ -9,10 +9,8 @@ from typing import Any
 
 from nbengine.frontend.parsing.deltas import AnswerDelta
 from nbengine.server.protocol.messages import MessagesRequest
-from nbengine.server.translate.segments import Logprobs, Segment, Segmenter
+from nbengine.server.translate.segments import Event, Logprobs, Segment, Segmenter
 from nbengine.server.translate.usage import Usage
-
-Event = dict[str, Any]
 
 
 def new_message_id() -> str:

@@ -11,10 +11,8 @@ import msgspec
 from nbengine.frontend.parsing.deltas import AnswerDelta
 from nbengine.server.protocol.errors import ApiError
 from nbengine.server.protocol.responses import ResponsesRequest
-from nbengine.server.translate.segments import Logprobs, Segment, Segmenter
+from nbengine.server.translate.segments import Event, Logprobs, Segment, Segmenter
 from nbengine.server.translate.usage import Usage
-
-Event = dict[str, Any]
 
 _ECHOED = (
     "instructions",

@@ -33,6 +33,7 @@ from nbengine.ipc.control_messages import (
 from nbengine.ipc.protocol import PROTOCOL
 from tests.unit.engine.host_rig import (
     KILLED,
+    Host,
     attach,
     come_up,
     kill,
@@ -103,6 +104,20 @@ def test_a_client_that_attaches_meanwhile_knows_the_ranks_that_take_requests() -
     introductions = only(host.core(Hello(1, 7), 1), ToCore)
     assert [action.message.client_index for action in introductions[1:]] == [1, 2]
     assert told(host.core(ready_again(1, 1), 1), b"b") == [ready_again(1, 1), RanksChanged([0, 1, 2])]
+
+
+def test_the_first_client_hears_nothing_of_the_start_of_a_process_that_is_gone() -> None:
+    host = Host(ranks=2).greet()
+    for rank in (0, 1):
+        for stage in ("load", "kv"):
+            host.core(Progress(stage, rank=rank), rank)
+        host.core(ready(rank), rank)
+    kill(host, 1)
+    tick(host)
+    host.core(Hello(1, 7), 1)
+    host.core(Progress("load", "again", rank=1), 1)
+    reports = [Progress("load", rank=0), Progress("kv", rank=0), Progress("load", "again", rank=1)]
+    assert told(host.client(attach())) == [Attached(1, [0], protocol=PROTOCOL), *reports, ready(0)]
 
 
 def test_a_rank_that_dies_too_often_is_given_up_and_the_others_go_on() -> None:
