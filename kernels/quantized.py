@@ -49,6 +49,11 @@ class Format:
     """Columns with one scale."""
 
     @property
+    def largest(self) -> int:
+        """Return the largest level."""
+        return max(MICRO_LEVELS) if self.is_micro else 2**self.bits - 1
+
+    @property
     def columns(self) -> int:
         """Return the columns of a cell."""
         return 256 if self.is_super else SPAN

@@ -1,4 +1,4 @@
-"""Vectors of 16 words of 32 bits, and the products of small integers in them, on every instruction set.
+"""Vectors of words of 32 bits, and the products of small integers in them, on every instruction set.
 
 A product of quads multiplies, in each word, four unsigned bytes with four signed ones, and adds the four
 products to a sum. The result is exact, so that it is the same on every processor.
@@ -6,8 +6,9 @@ products to a sum. The result is exact, so that it is the same on every processo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
+from functools import reduce
 
 from llvmlite import ir
 
@@ -17,8 +18,7 @@ from nbengine.kernels.cpu.jit import Processor
 LANES = 16
 _I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 WORDS = ir.VectorType(_I32, LANES)
-_HALF_WORDS = ir.VectorType(_I32, LANES // 2)
-_F32S = ir.VectorType(ir.FloatType(), LANES)
+_LARGEST_SIGNED, _LARGEST_SHORT = 127, 2**15 - 1
 
 
 class QuadProduct(Enum):
@@ -29,6 +29,16 @@ class QuadProduct(Enum):
     AVX2 = "AVX2"
     I8MM = "Arm i8mm"
     PORTABLE = "portable"
+
+    @property
+    def lanes(self) -> int:
+        """Return the words of the vectors in which products are computed: those of a register."""
+        return {QuadProduct.VNNI_256: 8, QuadProduct.AVX2: 8, QuadProduct.I8MM: 4}.get(self, LANES)
+
+    def centre(self, largest: int) -> int:
+        """Return what is to be taken from unsigned bytes up to `largest` before they are multiplied: with AVX2, whose
+        sums of two products have 16 bits, more than seven bits need a sign."""
+        return 128 if self is QuadProduct.AVX2 and largest > _LARGEST_SIGNED else 0
 
     @classmethod
     def best(cls, processor: Processor) -> QuadProduct:
@@ -43,22 +53,22 @@ class QuadProduct(Enum):
         return cls.I8MM if has("i8mm") else cls.PORTABLE
 
 
-def words(value: int) -> ir.Constant:
+def words(value: int, lanes: int = LANES) -> ir.Constant:
     """Return the vector with `value` in every word."""
-    return WORDS([value] * LANES)
+    return ir.VectorType(_I32, lanes)([value] * lanes)
 
 
-def load_words(code: Code, address: Int) -> ir.Value:
-    """Load 64 bytes, however aligned."""
-    return code.builder.load(_pointer(code, address, WORDS), align=1)
+def load_words(code: Code, address: Int, lanes: int = LANES) -> ir.Value:
+    """Load 4 bytes a word, however aligned."""
+    return code.builder.load(_pointer(code, address, ir.VectorType(_I32, lanes)), align=1)
 
 
-def broadcast_word(code: Code, address: Int) -> ir.Value:
+def broadcast_word(code: Code, address: Int, lanes: int = LANES) -> ir.Value:
     """Load 4 bytes into every word."""
     b = code.builder
-    undefined = ir.Constant(WORDS, ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(_I32, lanes), ir.Undefined)
     first = b.insert_element(undefined, b.load(_pointer(code, address, _I32), align=4), _I32(0))
-    return b.shuffle_vector(first, undefined, words(0))
+    return b.shuffle_vector(first, undefined, words(0, lanes))
 
 
 def load_bytes(code: Code, address: Int, *, signed: bool, lanes: int = LANES) -> Vector:
@@ -75,27 +85,23 @@ def look_up(code: Code, kind: QuadProduct, table: Sequence[int], places: ir.Valu
     if kind is QuadProduct.PORTABLE:
         return _select(code, table, places)
     # Instructions look up in each part of 16 bytes by itself.
-    lanes = {QuadProduct.VNNI_512: 64, QuadProduct.I8MM: 16}.get(kind, 32)
-    bytes_ = ir.VectorType(_I8, lanes)
-    entries = bytes_([value & 0xFF for value in table] * (lanes // 16))
+    bytes_ = ir.VectorType(_I8, 4 * kind.lanes)
+    entries = bytes_([value & 0xFF for value in table] * (bytes_.count // 16))
     name = {
         64: "llvm.x86.avx512.pshuf.b.512",
         32: "llvm.x86.avx2.pshuf.b",
         16: "llvm.aarch64.neon.tbl1.v16i8",
-    }[lanes]
-
-    def each(part: ir.Value) -> ir.Value:
-        found = _intrinsic(code, name, bytes_, (entries, b.bitcast(part, bytes_)))
-        return b.bitcast(found, part.type)
-
-    return _by_parts(code, 64 // lanes, each, places)
+    }[bytes_.count]
+    found = _intrinsic(code, name, bytes_, (entries, b.bitcast(places, bytes_)))
+    return b.bitcast(found, places.type)
 
 
 def _select(code: Code, table: Sequence[int], places: ir.Value) -> ir.Value:
     """Look up with what every processor has: of two halves of the table, each bit of a place takes one."""
-    b, ones = code.builder, words(0x01010101)
-    masks = [b.mul(b.and_(b.lshr(places, words(bit)), ones), words(0xFF)) for bit in range(4)]
-    found = [words(value * 0x01010101) for value in table]
+    b, lanes = code.builder, places.type.count
+    ones = words(0x01010101, lanes)
+    masks = [b.mul(b.and_(b.lshr(places, words(bit, lanes)), ones), words(0xFF, lanes)) for bit in range(4)]
+    found = [words(value * 0x01010101, lanes) for value in table]
     for mask in masks:
         pairs = zip(found[::2], found[1::2], strict=True)
         found = [b.xor(low, b.and_(mask, b.xor(low, high))) for low, high in pairs]
@@ -120,52 +126,71 @@ def power_of_two(code: Code, address: Int, lanes: int = LANES) -> Vector:
 
 def to_float(code: Code, value: ir.Value) -> Vector:
     """Convert words to float32."""
-    return Vector(code.builder, code.builder.sitofp(value, _F32S))
+    b = code.builder
+    return Vector(b, b.sitofp(value, ir.VectorType(ir.FloatType(), value.type.count)))
 
 
 def add_quad_products(
-    code: Code, kind: QuadProduct, sums: ir.Value, unsigned: ir.Value, signed: ir.Value
+    code: Code,
+    kind: QuadProduct,
+    sums: ir.Value,
+    quads: Sequence[tuple[ir.Value, ir.Value]],
+    largest: int,
 ) -> ir.Value:
-    """Return sums + the four products of bytes, in each word."""
-    if kind is QuadProduct.VNNI_512:
-        return _intrinsic(code, "llvm.x86.avx512.vpdpbusd.512", WORDS, (sums, unsigned, signed))
-    if kind is QuadProduct.VNNI_256:
-        name = "llvm.x86.avx512.vpdpbusd.256"
-        return _by_parts(
-            code, 2, lambda *parts: _intrinsic(code, name, _HALF_WORDS, parts), sums, unsigned, signed
-        )
-    if kind is QuadProduct.I8MM:
-        return _by_parts(code, 4, lambda *parts: _usdot(code, *parts), sums, unsigned, signed)
+    """Return sums + the products of bytes, four in each word, of all pairs of vectors of `kind.lanes` words.
+
+    The first ones of the pairs are bytes from 0 to `largest`, less `kind.centre(largest)`; the second ones are signed
+    bytes from -127 to 127.
+    """
     if kind is QuadProduct.AVX2:
-        return _by_parts(code, 2, lambda *parts: _madd(code, *parts), sums, unsigned, signed)
-    return _portable(code, sums, unsigned, signed)
-
-
-def _madd(code: Code, sums: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    """Multiply even and odd bytes as 16-bit numbers: `pmaddubsw` would saturate with levels above 127."""
-    b = code.builder
-    shorts = ir.VectorType(_I16, LANES)
-    low, eight = shorts([0xFF] * LANES), shorts([8] * LANES)
-    wide, narrow = b.bitcast(unsigned, shorts), b.bitcast(signed, shorts)
-    even = (b.and_(wide, low), b.ashr(b.shl(narrow, eight), eight))
-    odd = (b.lshr(wide, eight), b.ashr(narrow, eight))
-    for pair in (even, odd):
-        sums = b.add(sums, _intrinsic(code, "llvm.x86.avx2.pmadd.wd", _HALF_WORDS, pair))
+        return _add_short_products(code, sums, quads, largest)
+    for unsigned, signed in quads:
+        sums = _add_quad_product(code, kind, sums, unsigned, signed)
     return sums
 
 
-def _usdot(code: Code, sums: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    b, kind, sixteen = code.builder, sums.type, ir.VectorType(_I8, 16)
-    name = "llvm.aarch64.neon.usdot.v4i32.v16i8"
-    function = declare(b.module, name, ir.FunctionType(kind, (kind, sixteen, sixteen)))
-    return b.call(function, (sums, b.bitcast(unsigned, sixteen), b.bitcast(signed, sixteen)))
+def _add_quad_product(
+    code: Code, kind: QuadProduct, sums: ir.Value, unsigned: ir.Value, signed: ir.Value
+) -> ir.Value:
+    if kind is QuadProduct.VNNI_512:
+        return _intrinsic(code, "llvm.x86.avx512.vpdpbusd.512", sums.type, (sums, unsigned, signed))
+    if kind is QuadProduct.VNNI_256:
+        return _intrinsic(code, "llvm.x86.avx512.vpdpbusd.256", sums.type, (sums, unsigned, signed))
+    if kind is QuadProduct.I8MM:
+        bytes_ = [code.builder.bitcast(each, ir.VectorType(_I8, 16)) for each in (unsigned, signed)]
+        return _intrinsic(code, "llvm.aarch64.neon.usdot.v4i32.v16i8", sums.type, (sums, *bytes_))
+    return _portable(code, sums, unsigned, signed)
+
+
+def _add_short_products(
+    code: Code, sums: ir.Value, quads: Sequence[tuple[ir.Value, ir.Value]], largest: int
+) -> ir.Value:
+    """Add products: `pmaddubsw` adds two of them in 16 bits, where some more of such sums have room, too, before
+    `pmaddwd` widens them. Of signed bytes, the first one's sign is given to the second."""
+    b, lanes = code.builder, sums.type.count
+    bytes_, shorts = ir.VectorType(_I8, 4 * lanes), ir.VectorType(_I16, 2 * lanes)
+    centre = QuadProduct.AVX2.centre(largest)
+
+    def multiply(one: ir.Value, other: ir.Value) -> ir.Value:
+        one, other = b.bitcast(one, bytes_), b.bitcast(other, bytes_)
+        if centre:
+            other = _intrinsic(code, "llvm.x86.avx2.psign.b", bytes_, (other, one))
+            one = _intrinsic(code, f"llvm.abs.v{bytes_.count}i8", bytes_, (one, ir.IntType(1)(0)))
+        return _intrinsic(code, "llvm.x86.avx2.pmadd.ub.sw", shorts, (one, other))
+
+    together = _LARGEST_SHORT // (2 * _LARGEST_SIGNED * (largest - centre))
+    for at in range(0, len(quads), together):
+        products = reduce(b.add, [multiply(*pair) for pair in quads[at : at + together]])
+        ones = shorts([1] * shorts.count)
+        sums = b.add(sums, _intrinsic(code, "llvm.x86.avx2.pmadd.wd", sums.type, (products, ones)))
+    return sums
 
 
 def _portable(code: Code, sums: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    b = code.builder
+    b, lanes = code.builder, sums.type.count
     for place in range(0, 32, 8):
-        level = b.and_(b.lshr(unsigned, words(place)), words(0xFF))
-        factor = b.ashr(b.shl(signed, words(24 - place)), words(24))
+        level = b.and_(b.lshr(unsigned, words(place, lanes)), words(0xFF, lanes))
+        factor = b.ashr(b.shl(signed, words(24 - place, lanes)), words(24, lanes))
         sums = b.add(sums, b.mul(level, factor))
     return sums
 
@@ -173,24 +198,6 @@ def _portable(code: Code, sums: ir.Value, unsigned: ir.Value, signed: ir.Value) 
 def _intrinsic(code: Code, name: str, result: ir.Type, arguments: Sequence[ir.Value]) -> ir.Value:
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return code.builder.call(declare(code.builder.module, name, kind), tuple(arguments))
-
-
-def _by_parts(code: Code, count: int, function: Callable[..., ir.Value], *vectors: ir.Value) -> ir.Value:
-    """Apply a function to `count` equal parts of the vectors, and join the results."""
-    b, size = code.builder, LANES // count
-    results = []
-    for part in range(count):
-        mask = ir.VectorType(_I32, size)(list(range(part * size, part * size + size)))
-        results.append(
-            function(*(b.shuffle_vector(v, ir.Constant(WORDS, ir.Undefined), mask) for v in vectors))
-        )
-    while len(results) > 1:
-        width = results[0].type.count
-        both = ir.VectorType(_I32, 2 * width)(list(range(2 * width)))
-        results = [
-            b.shuffle_vector(one, other, both) for one, other in zip(results[::2], results[1::2], strict=True)
-        ]
-    return results[0]
 
 
 def _pointer(code: Code, address: Int, kind: ir.Type) -> ir.Value:

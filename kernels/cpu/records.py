@@ -1,7 +1,7 @@
 """Rounded activations: rows of float32 in spans of 32 columns, each as integers from -127 to 127 and a scale.
 
-A span has a *record* of 48 bytes: 32 integers, the scale, the scale times the sum of the integers (float32), and
-the sums of both halves of the integers (int32).
+A span has a *record* of 48 bytes: 32 integers, and as float32 the scale, the scale times the sum of the integers, this
+sum, and the sum of the first half of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nbengine.kernels.cpu.integers import LANES, WORDS, words
 from nbengine.kernels.quantized import SPAN
 
 RECORD_BYTES = 48
-SCALE_AT, SCALED_SUM_AT, SUMS_AT = SPAN, SPAN + 4, SPAN + 8
+SCALE_AT, SCALED_SUM_AT, SUM_AT, FIRST_SUM_AT = range(SPAN, RECORD_BYTES, 4)
 _LEVELS = 127.0
 _HALVES = 2
 _I32 = ir.IntType(32)
@@ -40,16 +40,19 @@ def round_span(code: Code, halves: Sequence[Vector], record: Int) -> None:
     for place, integers in enumerate(whole):
         bytes_of_half = b.trunc(integers, ir.VectorType(ir.IntType(8), LANES))
         code.store_lanes(bytes_of_half, record + place * LANES)
-    sums = _sums_of_halves(code, whole)
-    code.store_lanes(sums, record + SUMS_AT)
-    both = b.add(b.extract_element(sums, _I32(0)), b.extract_element(sums, _I32(1)))
-    total = b.insert_element(code.constant(0.0).ir, b.sitofp(both, ir.FloatType()), _I32(0))
-    code.store(scale, record + SCALE_AT)
-    code.store(scale * Vector(b, total), record + SCALED_SUM_AT)
+    first, second = _sums_of_halves(code, whole)
+    total = first + second
+    for value, place in (
+        (scale, SCALE_AT),
+        (scale * total, SCALED_SUM_AT),
+        (total, SUM_AT),
+        (first, FIRST_SUM_AT),
+    ):
+        code.store(value, record + place)
 
 
-def _sums_of_halves(code: Code, whole: Sequence[ir.Value]) -> ir.Value:
-    """Return the sums of the integers of two vectors, to each of which `_MAGIC_BITS` have been added."""
+def _sums_of_halves(code: Code, whole: Sequence[ir.Value]) -> tuple[Vector, Vector]:
+    """Return the sums of the integers of each of two vectors, to each of which `_MAGIC_BITS` have been added."""
     b, quarter = code.builder, LANES // 2
     first, last = (
         [*range(at, at + quarter), *range(LANES + at, LANES + at + quarter)] for at in (0, quarter)
@@ -59,7 +62,8 @@ def _sums_of_halves(code: Code, whole: Sequence[ir.Value]) -> ir.Value:
     )
     sums = _fold(code, sums, _HALVES, _sum)
     offset = ir.VectorType(_I32, _HALVES)([LANES * _MAGIC_BITS % 2**32] * _HALVES)
-    return b.sub(sums, offset)
+    floats = Vector(b, b.sitofp(b.sub(sums, offset), ir.VectorType(ir.FloatType(), _HALVES)))
+    return floats.every(_HALVES, 0), floats.every(_HALVES, 1)
 
 
 def _fold(

@@ -17,7 +17,7 @@ from nbengine.kernels.cpu.integers import QuadProduct
 from nbengine.kernels.cpu.jit import Processor, host_processor
 from nbengine.kernels.cpu.products import compile_multiply
 from nbengine.kernels.cpu.quantized import CpuProducts, share_size
-from nbengine.kernels.quantized import dense, pack
+from nbengine.kernels.quantized import MICRO_LEVELS, Format, dense, pack
 from tests.kernels.quantized_weights import ALL_FORMATS, FORMAT_NAMES, random_parts, rounded
 from tests.support.thorough import amount
 
@@ -34,7 +34,10 @@ LACKING = {
 
 def assert_product(form_name: str, x: torch.Tensor, rows: int, seed: int) -> None:
     form = ALL_FORMATS[form_name]
-    data = pack(form, random_parts(form, rows, x.shape[1], seed))
+    assert_equal_to_dense(form, pack(form, random_parts(form, rows, x.shape[1], seed)), x, rows)
+
+
+def assert_equal_to_dense(form: Format, data: torch.Tensor, x: torch.Tensor, rows: int) -> None:
     found = CpuProducts().linear(x, form, data, rows)
     assert not found.isnan().any()
     levels, weight = rounded(x), dense(form, data, rows).double().T
@@ -81,6 +84,14 @@ def on_processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[QuadProduct], Non
     return take
 
 
+def skip_without(kind: QuadProduct) -> None:
+    has = host_processor().features.get
+    if kind is QuadProduct.VNNI_256 and not has("avx512vnni"):
+        pytest.skip("this processor has no VNNI")
+    if kind is QuadProduct.AVX2 and not has("avx2"):
+        pytest.skip("this processor has no AVX2")
+
+
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
@@ -93,11 +104,7 @@ def on_processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[QuadProduct], Non
 def test_other_instructions_give_the_same_sums(
     kind: QuadProduct, names: Sequence[str], on_processor: Callable[[QuadProduct], None]
 ) -> None:
-    has = host_processor().features.get
-    if kind is QuadProduct.VNNI_256 and not has("avx512vnni"):
-        pytest.skip("this processor has no VNNI")
-    if kind is QuadProduct.AVX2 and not has("avx2"):
-        pytest.skip("this processor has no AVX2")
+    skip_without(kind)
     on_processor(kind)
     chance = torch.Generator().manual_seed(3)
     for name in names:
@@ -105,6 +112,25 @@ def test_other_instructions_give_the_same_sums(
             x = torch.randn(num_rows, 512, generator=chance)
             # The integers are exact everywhere; the sums of spans are rounded once more where nothing fuses.
             assert_product(name, x, 37, num_rows)
+
+
+@pytest.mark.parametrize("kind", [None, QuadProduct.VNNI_256, QuadProduct.AVX2], ids=str)
+def test_the_largest_levels_and_activations_do_not_overflow(
+    kind: QuadProduct | None, on_processor: Callable[[QuadProduct], None]
+) -> None:
+    if kind is not None:
+        skip_without(kind)
+        on_processor(kind)
+    for name in FORMAT_NAMES:
+        form = ALL_FORMATS[name]
+        parts = random_parts(form, 32, 256, 7)
+        largest = MICRO_LEVELS.index(form.largest) if form.is_micro else form.largest
+        # A row in two has the largest levels, the others have none that add to anything.
+        parts.levels[::2] = largest
+        parts.levels[1::2] = 0
+        data = pack(form, parts)
+        for sign in (1.0, -1.0):
+            assert_equal_to_dense(form, data, torch.full((3, 256), sign), 32)
 
 
 def test_the_choice_goes_by_the_processors_features() -> None:
