@@ -18,7 +18,7 @@ READ_BYTES = 1 << 28
 ROWS, INNER, COLUMNS = 1024, 2048, 2048
 RUNS = 7
 MOST_SECONDS = 5.0
-"""Seconds after which no further run begins: without the instructions for it, a product takes a minute."""
+"""Seconds after which no further run begins: without the instructions for it, a product takes half a minute."""
 
 
 def best_seconds(run: Callable[[], object]) -> float:
