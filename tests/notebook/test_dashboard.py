@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import pytest
 from notebook_support.comm import VIEW, Browser, model_of
 from notebook_support.kernel import DEADLINE, Cell, Kernel
 from notebook_support.paced import start_line
@@ -88,6 +90,64 @@ def test_a_dashboard_follows_and_controls_its_engine_in_a_kernel(kernel: Kernel)
 
     compare(kernel, browser)
     end(kernel, browser, shown)
+
+
+def test_the_hour_of_a_real_host_has_the_numbers_of_metrics(kernel: Kernel) -> None:
+    kernel.run(start_line(tokens_per_second=150) + " -o llm")
+    # Nobody looks at the engine while it works: the host has kept what the dashboard shows afterwards.
+    kernel.run("%%generate --raw -n 3 --max-tokens 60 --set ignore_eos=true\nOnce")
+    kernel.run("%%generate --raw --max-tokens 200 --set ignore_eos=true\nTwice")
+    output, _ = kernel.run("%dashboard").outputs
+    browser = Browser(kernel, model_of(output))
+    browser.say(kind="hello")
+    view = hour_with_tokens(browser, 3 * 60 + 200)
+    rows = kernel.value("(await llm.metrics(last='1h')).rows()")
+    (rank,) = view["ranks"]
+    assert rank["rank"] == 0
+    assert view["begin"] == pytest.approx(rows[0]["time"], abs=1e-3)
+    assert len(rank["gap"]) * rank["seconds"] == pytest.approx(view["end"] - view["begin"])
+    assert not any(rank["gap"])
+    assert sum_of_tokens(rank) == pytest.approx(sum(row["generation_tokens"] for row in rows), abs=1.0)
+    most = {
+        "ttft_p50": 6,
+        "ttft_p95": 6,
+        "itl_p50": 6,
+        "itl_p95": 6,
+        "running": 0,
+        "waiting": 0,
+        "kv_usage": 4,
+    }
+    for name, digits in most.items():
+        told = [row[name] for row in rows if row[name] is not None]
+        assert max(value for value in rank[name] if value is not None) == round(max(told), digits), name
+    assert max(rank["running"]) == 3
+    assert sum(rank["preemptions"]) == sum(row["preemptions"] for row in rows)
+    kernel.run("%engine stop")
+
+
+def hour_with_tokens(browser: Browser, tokens: int) -> dict[str, Any]:
+    """Ask for the last hour until it has all tokens: the engine's last report may be under way."""
+    view: dict[str, Any] = {}
+
+    def has_all() -> bool:
+        nonlocal view
+        if not browser.answers:
+            return False
+        view = browser.answers.pop()
+        assert (view["kind"], view["last"], view["error"]) == ("history", "1h", None)
+        if sum(sum_of_tokens(rank) for rank in view["ranks"]) > tokens - 1:
+            return True
+        browser.say(kind="history", last="1h")
+        return False
+
+    browser.say(kind="history", last="1h")
+    browser.wait_for(has_all)
+    return view
+
+
+def sum_of_tokens(rank: dict[str, Any]) -> float:
+    """Add up an engine core's tokens; each slice has its rate with two digits."""
+    return rank["seconds"] * sum(value for value in rank["tokens_per_second"] if value is not None)
 
 
 def compare(kernel: Kernel, browser: Browser) -> None:
