@@ -15,7 +15,7 @@ _TEXT_BYTES = 12
 
 RequestRow = tuple[RequestView, bool | None]
 """A request of the table, and whether the running cell waits for it; None if another notebook sent it."""
-Status = tuple[object, ...]
+Status = tuple[str, int, int, float | None, float | None, str | None, bool, bool]
 
 
 def no_words(_: RequestAdded) -> str:
@@ -76,12 +76,12 @@ class RequestEncoder:
             status_now, progress_now = _status(view, own), (view.num_computed_tokens, view.num_output_tokens)
             if sent.status != status_now:
                 sent.status = status_now
-                status.append([added.number, *status_now])
+                status.append([added.number, *_rounded(status_now)])
             if sent.progress != progress_now:
                 sent.progress = progress_now
                 progress += (added.number, *progress_now)
-            output = cut(self._output(added)) or sent.output
-            if sent.output != output:
+            output = self._output(added)
+            if output and sent.output != (output := cut(output)):
                 sent.output = output
                 texts.append([added.number, output])
                 size += _TEXT_BYTES + len(output)
@@ -115,12 +115,17 @@ def _status(view: RequestView, own: bool | None) -> Status:
         view.state,
         view.num_cached_tokens,
         view.num_preemptions,
-        _moment(view.first_token_at),
-        _moment(view.ended_at),
+        view.first_token_at,
+        view.ended_at,
         view.finish_reason,
         own is not None,
         own is True,
     )
+
+
+def _rounded(status: Status) -> tuple[object, ...]:
+    first_token_at, ended_at = status[3:5]
+    return (*status[:3], _moment(first_token_at), _moment(ended_at), *status[5:])
 
 
 def _moment(seconds: float | None) -> float | None:

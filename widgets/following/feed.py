@@ -22,8 +22,6 @@ PUBLISH_INTERVAL = 0.2
 """The least seconds between two states."""
 IDLE_INTERVAL = 0.5
 """Seconds after which the thread looks around even if no message comes."""
-LULL = 0.1
-"""Seconds for which messages gather before they are read together: an engine may send hundreds a second."""
 ALIVE_INTERVAL = 1.0
 """Seconds between two checks that the engine's host lives."""
 FIRST_STATE_SECONDS = 5.0
@@ -222,9 +220,12 @@ class EngineFeed:
                 self._known.set()
 
     def _let_gather(self) -> None:
+        """Wait until the next state may be told: an engine may send hundreds of messages a second, and to read them
+        together costs less."""
         with self._lock:
             is_awaited = self._closed or not self._state.is_known
-        if not is_awaited and self._wake.wait(LULL):
+        due = self._published_at + PUBLISH_INTERVAL
+        if not is_awaited and self._wake.wait(max(0.0, due - time.monotonic())):
             # Whether anybody follows is looked at next.
             self._wake.clear()
 

@@ -114,10 +114,15 @@ class Owner:
         """Return whether both owners stand for one client."""
         return self._client() is other._client()
 
+    @property
+    def client_index(self) -> int | None:
+        """Return the index with which the engine marks the client's requests now; None if the client is gone."""
+        client = self._client()
+        return None if client is None else client.client_index
+
     def owns(self, request: RequestAdded) -> bool:
         """Return whether the client has sent a request."""
-        client = self._client()
-        return client is not None and client.client_index == request.client_index
+        return self.client_index == request.client_index
 
     def abort(self, request: RequestAdded) -> None:
         """End a request of the client; if it has several completions, end only that one.
@@ -171,10 +176,11 @@ def own_requests(
     The completions of a request with `n > 1` are separate requests, `{index}_{id}`, and share its answer.
     """
     found = dict(waited_for)
+    clients = {owner.client_index for owner in owners}
     for request in requests:
         index, _, parent = request.request_id.partition("_")
         if index.isdecimal() and parent in waited_for:
             found.setdefault(request.request_id, waited_for[parent])
-        elif any(owner.owns(request) for owner in owners):
+        elif request.client_index in clients:
             found.setdefault(request.request_id, False)
     return found

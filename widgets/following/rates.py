@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from nbengine.client.observe.trace_mirror import RequestView, StepView, TraceMirror
 from nbengine.metrics.stats import EngineStats
@@ -19,6 +20,7 @@ FIRST_TOKEN_WINDOW = 60.0
 SHORTEST = 0.5
 """Seconds that an engine must have been followed before a rate means anything."""
 _MOST_REQUESTS = 4096
+_SECONDS = attrgetter("seconds")
 
 
 class RateMeter:
@@ -101,7 +103,7 @@ class _RankMeter:
 
     def tokens_per_second(self, index: int, now: float) -> float:
         """Return the rate of prompt tokens (`index` 0) or of sampled tokens (1)."""
-        return sum(item[1 + index] for item in self.tokens) / min(WINDOW, now - self.began)
+        return sum([item[1 + index] for item in self.tokens]) / min(WINDOW, now - self.began)
 
     def forget(self, now: float) -> None:
         """Drop what is older than the windows."""
@@ -167,8 +169,8 @@ def _percentiles(items: Sequence[_Measured]) -> tuple[float | None, float | None
 
     Each is the least measured duration that at least that share of them does not exceed.
     """
-    ordered = sorted(items, key=lambda item: item.seconds)
-    weights = list(itertools.accumulate(item.weight for item in ordered))
+    ordered = sorted(items, key=_SECONDS)
+    weights = list(itertools.accumulate([item.weight for item in ordered]))
     if not weights:
         return None, None, None
     middle, high, highest = (

@@ -73,6 +73,8 @@ def cut(line: str, width: int) -> str:
 
 def cells(text: str) -> int:
     """Count the places that a terminal needs for the text."""
+    if text.isascii():
+        return len(text)
     return sum(
         0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
         for character in text

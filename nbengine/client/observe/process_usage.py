@@ -120,7 +120,13 @@ def _listener(path: Path) -> int:
 
 def printable(text: str) -> str:
     """Put a text on one line, without characters that could control a terminal or are not allowed in XML."""
-    return "".join(
-        character if character.isprintable() else " " if character.isspace() else "\N{REPLACEMENT CHARACTER}"
-        for character in text
-    ).strip()
+    if not text.isprintable():
+        text = "".join(
+            character
+            if character.isprintable()
+            else " "
+            if character.isspace()
+            else "\N{REPLACEMENT CHARACTER}"
+            for character in text
+        )
+    return text.strip()

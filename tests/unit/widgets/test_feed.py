@@ -119,16 +119,17 @@ def test_states_come_five_times_a_second_at_most(
 def test_a_feed_that_lets_messages_gather_goes_on_at_once_when_it_is_asked_to(
     follow: Follow, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_module, "LULL", 3600.0)
     listener = Listener()
     feed = follow(listener)
     assert feed.wait_until_known(DEADLINE)
+    monkeypatch.setattr(feed_module, "PUBLISH_INTERVAL", 3600.0)
     for number in range(50):
         publisher.publish(added(number), num_waiting_reqs=number + 1)
 
     def has_all() -> bool:
         feed.look_again()
-        return any(state.stats.engines[0].num_waiting_reqs == 50 for state in list(listener.states))
+        with feed.state() as state:
+            return state.stats.engines[0].num_waiting_reqs == 50
 
     wait_until(has_all)
     feed.leave(listener)
