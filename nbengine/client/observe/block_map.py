@@ -89,16 +89,33 @@ class BlockMap:
     def store(self, block_ids: Sequence[int], token_ids: Sequence[int], version: int) -> int:
         """Make blocks cached, `token_ids` being those of the first blocks;
         return the number that were not cached before."""
+        rows = np.asarray(token_ids, np.int32).reshape(-1, self.block_size)
+        if len(rows) <= len(block_ids) <= _FEW:
+            num_new = 0
+            for block_id in block_ids:
+                num_new += not self.cached[block_id]
+                self.cached[block_id] = True
+                self.version[block_id] = version
+            for block_id, row in zip(block_ids, rows, strict=False):
+                self.token_ids[block_id] = row
+            return num_new
         ids = np.asarray(block_ids, np.intp)
         num_known = int(np.count_nonzero(self.cached[ids]))
         self.cached[ids] = True
         self.version[ids] = version
-        rows = np.asarray(token_ids, np.int32).reshape(-1, self.block_size)
         self.token_ids[ids[: len(rows)]] = rows
         return len(ids) - num_known
 
     def forget(self, block_ids: Sequence[int], version: int) -> int:
         """Make blocks uncached; return minus the number that were cached."""
+        if len(block_ids) <= _FEW:
+            num_known = 0
+            for block_id in block_ids:
+                num_known += bool(self.cached[block_id])
+                self.cached[block_id] = False
+                self.token_ids[block_id] = -1
+                self.version[block_id] = version
+            return -num_known
         ids = np.asarray(block_ids, np.intp)
         num_known = int(np.count_nonzero(self.cached[ids]))
         self.cached[ids] = False

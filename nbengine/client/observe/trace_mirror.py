@@ -283,8 +283,11 @@ class TraceMirror:
             if step is None:
                 raise WireError(f"step {event.step} has an outcome and was never planned")
             for request in step.get_token:
+                # Each token comes here: a further call would take as long as all else that is done with it.
                 if request.state != "finished":
-                    _give_tokens(request, 1, event.time)
+                    if not request.num_output_tokens:
+                        request.first_token_at = event.time
+                    request.num_output_tokens += 1
                     num_sampled += 1
         else:
             numbers = event.numbers if step is None else step.view.numbers

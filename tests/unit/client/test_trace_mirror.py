@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 
 from nbengine.client.observe import trace_mirror
+from nbengine.client.observe.block_map import BlockMap
 from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.client.observe.trace_views import Advanced
 from nbengine.errors import WireError
@@ -177,3 +181,33 @@ def test_rejected_drafts_are_computed_again() -> None:
 def test_an_event_about_a_step_that_nobody_planned_is_an_error(event: TraceEvent) -> None:
     with pytest.raises(WireError, match="step 3"):
         begun(event)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_that_come_together_end_as_those_that_come_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    together, single = BlockMap(40, 3), BlockMap(40, 3)
+    for version in range(1, 60):
+        block_ids = rng.sample(range(40), rng.choice((1, 2, 4, 5, 12)))
+        if rng.random() < 0.5:
+            # The tokens of the last ones may be unknown.
+            known = rng.randrange(len(block_ids) + 1)
+            token_ids = [rng.randrange(-1, 100) for _ in range(3 * known)]
+            growth = together.store(block_ids, token_ids, version)
+            parts = [token_ids[3 * place : 3 * place + 3] for place in range(len(block_ids))]
+            told = [single.store([one], part, version) for one, part in zip(block_ids, parts, strict=True)]
+        else:
+            growth = together.forget(block_ids, version)
+            told = [single.forget([one], version) for one in block_ids]
+        assert growth == sum(told)
+        for name in ("cached", "version", "token_ids"):
+            assert np.array_equal(getattr(together, name), getattr(single, name))
+        assert together.num_cached_blocks == int(np.count_nonzero(single.cached))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 9])
+def test_tokens_that_fit_no_block_are_refused(num_blocks: int) -> None:
+    blocks = BlockMap(16, 3)
+    for token_ids in ([1, 2], [0] * (3 * num_blocks + 3)):
+        with pytest.raises((ValueError, IndexError)):
+            blocks.store(list(range(num_blocks)), token_ids, 1)
