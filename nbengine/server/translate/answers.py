@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -122,7 +122,14 @@ class AnswerReader:
             deltas = choice.parser.feed(completion.text) if completion.text else []
             if reason is not None:
                 deltas = [*deltas, *choice.parser.finish()]
-            self._note(choice, deltas)
+            for delta in deltas:
+                match delta:
+                    case ContentDelta():
+                        pass
+                    case ReasoningDelta(text=text):
+                        choice.reasoning.append(text)
+                    case ToolCallEnded():
+                        choice.has_calls = True
             choice.num_tokens += len(completion.token_ids)
             if reason == "stop" and choice.has_calls:
                 reason = "tool_calls"
@@ -132,14 +139,6 @@ class AnswerReader:
                 )
             )
         return parts
-
-    @staticmethod
-    def _note(choice: _Choice, deltas: Sequence[AnswerDelta]) -> None:
-        for delta in deltas:
-            if isinstance(delta, ToolCallEnded):
-                choice.has_calls = True
-            elif isinstance(delta, ReasoningDelta):
-                choice.reasoning.append(delta.text)
 
     def usage(self) -> Usage:
         """Return the tokens so far."""
