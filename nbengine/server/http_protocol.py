@@ -90,8 +90,8 @@ class HttpProtocol(H11Protocol):  # type: ignore[misc]
 _holding: dict[asyncio.AbstractEventLoop, list[HttpProtocol]] = {}
 """The connections of each loop that hold parts in this turn.
 
-To write takes the processor through so much of the operating system that what it knew of this program is gone, so that
-the events of all streams cost less where they are made before the first one is written.
+Each write fills the processor's caches with the operating system's code: the events of all streams cost less where they
+are made before the first one is written.
 """
 
 
