@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -37,6 +38,9 @@ LAST_WORDS = 3.0
 """Seconds for the error events of streams whose engine has ended."""
 KEEP_ALIVE = 15
 """Seconds for which a connection waits for another request."""
+COLLECTOR_THRESHOLDS = 10_000, 10, 10
+"""The garbage collector's. A step of many streams makes hundreds of objects, which go without it: connections, requests
+and outputs are in no cycles."""
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
@@ -124,6 +128,10 @@ class Serving:
         for observer in observers_of(self._settings, engine):
             engine.observe_requests(observer)
         await service.attach(engine)
+        # All that is loaded by now stays: the collector need not look at it again while tokens wait.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*COLLECTOR_THRESHOLDS)
         watching = asyncio.create_task(service.watch())
         host, port = listener.getsockname()[:2]
         record = ServerRecord.here(url_of(host, port), service.model_names, bool(self._settings.api_keys))

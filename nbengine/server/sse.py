@@ -1,4 +1,4 @@
-"""Streams of server-sent events: their encoding, and a response that watches its reader."""
+"""Streams of server-sent events: a response that watches its reader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from nbengine.errors import NBEngineError
 from nbengine.outputs import PromptProgress, RequestOutput
+from nbengine.server.events import DONE, event
 from nbengine.server.http_protocol import WRITE_PART
 from nbengine.server.outputs import Outputs
 from nbengine.server.protocol.errors import ApiError, api_error_of
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
-"""The last event of OpenAI's streams."""
 PING = b": ping\n\n"
 """A comment: readers of events pass over it."""
 HEADER_PATIENCE = 5.0
@@ -34,15 +32,6 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-_encoder = msgspec.json.Encoder()
-
-
-def event(data: Any, name: str | None = None) -> bytes:
-    """Encode an event; `data` is anything that msgspec makes JSON of, which has no line breaks."""
-    if name is None:
-        return b"data: %b\n\n" % _encoder.encode(data)
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode(data))
 
 
 def openai_failure(error: ApiError) -> bytes:

@@ -21,6 +21,14 @@ def event_bytes(events: Iterable[Mapping[str, Any]]) -> bytes:
     return b"".join(lines)
 
 
+def events_in(stream: bytes) -> list[dict[str, Any]]:
+    """Read the events of a stream, each of which must have its type as its name, and be JSON on one line."""
+    data = [line.removeprefix(b"data: ") for line in stream.splitlines() if line.startswith(b"data: ")]
+    events: list[dict[str, Any]] = [msgspec.json.decode(one) for one in data]
+    assert event_bytes(events) == stream
+    return events
+
+
 def openai_client(answer: Answer, status: int = 200) -> OpenAI:
     """Make a client whose every call gets `answer`: a body, or the events of a stream."""
     return OpenAI(base_url="http://test/v1", api_key="key", max_retries=0, http_client=_http(answer, status))

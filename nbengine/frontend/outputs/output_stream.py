@@ -38,7 +38,8 @@ class OutputStream:
     async def get(self) -> RequestOutput:
         """Wait for the next output, into which all is joined that has come; raises as `take` does."""
         output = await self._collector.get()
-        self._note(output)
+        self.finished = output.finished
+        self._answer_question()
         return output
 
     def take(self) -> RequestOutput | None:
@@ -49,7 +50,10 @@ class OutputStream:
         """
         output = self._collector.get_nowait()
         if output is not None:
-            self._note(output)
+            # Each token comes here: a further call would cost it a hundredth of its time.
+            self.finished = output.finished
+            if self._question is not None:
+                self._answer_question()
         return output
 
     def listen(self, function: Callable[[], object]) -> None:
@@ -63,11 +67,6 @@ class OutputStream:
         if not self.finished:
             self.finished = True
             self._abort(self._collector.engine_request_id)
-
-    def _note(self, output: RequestOutput) -> None:
-        if self._question is not None:
-            self._answer_question()
-        self.finished = output.finished
 
     def _answer_question(self) -> None:
         if self._question is not None:

@@ -49,6 +49,10 @@ class Markers:
             place += 1
         return len(text)
 
+    def may_begin_in(self, text: str) -> bool:
+        """Tell whether a marker may begin anywhere in the text; it does not in nearly all pieces of an answer."""
+        return self._initials.search(text) is not None
+
     def may_begin_at(self, text: str, start: int) -> bool:
         """Tell whether all the text from `start` on may be the beginning of a marker, or is empty."""
         return start >= len(text) or text[start:] in self._prefixes
@@ -66,6 +70,8 @@ class SpecialTokenFilter:
 
     def feed(self, chunk: str, *, final: bool = False) -> str:
         """Take in the next piece and return the text that is new."""
+        if not self._held and not self._markers.may_begin_in(chunk):
+            return chunk
         text = self._held + chunk
         parts, place = [], 0
         while (match := self._markers.find(text, place, final=final)) is not None:

@@ -9,11 +9,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nbengine.outputs import PromptProgress, RequestOutput
+from nbengine.server.events import DONE
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.decoding import BodyDecoder
 from nbengine.server.replies import json_reply
 from nbengine.server.routes.common import id_of, now, service_of, stream_of
-from nbengine.server.sse import DONE, EventStream, event, take_all, until_disconnect
+from nbengine.server.sse import EventStream, take_all, until_disconnect
 from nbengine.server.translate.chat_events import ChatChunks, ChatCompletion, ChatForm
 from nbengine.server.translate.chat_request import echoed_text
 from nbengine.server.turns import ChatTurn, open_turn
@@ -48,7 +49,7 @@ class _Events:
 
     def __init__(self, turn: ChatTurn, form: ChatForm) -> None:
         self._turn = turn
-        self._chunks = ChatChunks(form, event)
+        self._chunks = ChatChunks(form)
         self._running_usage = form.running_usage
 
     def take(self, position: int, output: RequestOutput | PromptProgress) -> bytes:

@@ -12,13 +12,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nbengine.outputs import PromptProgress, RequestOutput
+from nbengine.server.events import DONE, event
 from nbengine.server.outputs import Outputs
 from nbengine.server.protocol.completions import CompletionRequest
 from nbengine.server.protocol.decoding import BodyDecoder
 from nbengine.server.replies import json_reply
 from nbengine.server.routes.common import id_of, now, service_of, stream_of
 from nbengine.server.service import EngineService
-from nbengine.server.sse import DONE, EventStream, event, take_all, until_disconnect
+from nbengine.server.sse import EventStream, take_all, until_disconnect
 from nbengine.server.translate.answers import AnswerReader
 from nbengine.server.translate.completions import (
     Completion,

@@ -8,17 +8,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from nbengine.server.events import event
 from nbengine.server.protocol.decoding import BodyDecoder
 from nbengine.server.protocol.errors import ApiError
 from nbengine.server.protocol.messages import CountTokensRequest, MessagesRequest
 from nbengine.server.replies import json_reply
 from nbengine.server.routes.common import stream_of
 from nbengine.server.routes.typed_events import TypedAnswer, open_as_chat
-from nbengine.server.sse import EventStream, event, until_disconnect
+from nbengine.server.sse import EventStream, until_disconnect
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.messages_events import MessageBuilder, new_message_id
 from nbengine.server.translate.messages_request import CHAT_NAMES, chat_body, prompt_body
-from nbengine.server.translate.segments import Event
 from nbengine.server.turns import ChatTurn
 
 _decoder = BodyDecoder(MessagesRequest, "/v1/messages")
@@ -52,13 +52,13 @@ class _Answer(TypedAnswer):
         super().__init__(turn, CHAT_NAMES)
         self._builder = builder
 
-    def _start(self) -> list[Event]:
+    def _start(self) -> bytes:
         return self._builder.start(self._turn.usage())
 
-    def _add(self, part: AnswerPart) -> list[Event]:
+    def _add(self, part: AnswerPart) -> bytes:
         return self._builder.add(part.deltas)
 
-    def _finish(self, last: AnswerPart | None) -> list[Event]:
+    def _finish(self, last: AnswerPart | None) -> bytes:
         reason, stop = (None, None) if last is None else (last.finish_reason, last.stop_reason)
         return self._builder.finish(reason or "stop", stop, self._turn.usage())
 

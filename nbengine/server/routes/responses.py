@@ -14,7 +14,7 @@ from nbengine.server.protocol.responses import ResponsesRequest
 from nbengine.server.replies import json_reply
 from nbengine.server.response_store import ResponseStore
 from nbengine.server.routes.common import now, stream_of
-from nbengine.server.routes.typed_events import TypedAnswer, encoded, open_as_chat
+from nbengine.server.routes.typed_events import TypedAnswer, open_as_chat
 from nbengine.server.sse import EventStream, until_disconnect
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.conversation import ChatMessage
@@ -26,7 +26,6 @@ from nbengine.server.translate.responses_request import (
     input_messages,
     wants_logprobs,
 )
-from nbengine.server.translate.segments import Event
 from nbengine.server.turns import ChatTurn
 
 _decoder = BodyDecoder(ResponsesRequest, "/v1/responses")
@@ -51,15 +50,15 @@ class _Answer(TypedAnswer):
 
     def failure(self, error: ApiError) -> bytes:
         """Return the end of a stream that fails."""
-        return encoded(self._builder.fail(error))
+        return self._builder.fail(error)
 
-    def _start(self) -> list[Event]:
+    def _start(self) -> bytes:
         return self._builder.start()
 
-    def _add(self, part: AnswerPart) -> list[Event]:
+    def _add(self, part: AnswerPart) -> bytes:
         return self._builder.add(part.deltas, self._logprobs(part))
 
-    def _finish(self, last: AnswerPart | None) -> list[Event]:
+    def _finish(self, last: AnswerPart | None) -> bytes:
         reason = None if last is None else last.finish_reason
         events = self._builder.finish(reason or "stop", self._turn.usage())
         # A caller who has seen the end may go on from it at once.

@@ -12,10 +12,9 @@ from starlette.requests import Request
 from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.routes.common import service_of
-from nbengine.server.sse import event, take_all
+from nbengine.server.sse import take_all
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.conversation import own_names
-from nbengine.server.translate.segments import Event
 from nbengine.server.turns import ChatTurn, open_turn
 
 
@@ -37,45 +36,37 @@ class TypedAnswer(ABC):
 
     def take(self, position: int, output: RequestOutput | PromptProgress) -> bytes:
         """Return the events that an output brings; those at the beginning wait for the engine to take the request."""
-        return encoded(self._events(position, output))
+        chunks: list[bytes] = []
+        for part in self._turn.take(position, output):
+            if self._last is None:
+                chunks.append(self._start())
+            self._last = part
+            chunks.append(self._add(part))
+        return b"".join(chunks)
 
     def end(self) -> bytes:
         """Return the events at the end."""
-        return encoded(self._finish(self._last))
+        return self._finish(self._last)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer when it is complete."""
         with own_names(self._names):
-            await take_all(self._turn.send, self._events)
+            await take_all(self._turn.send, self.take)
         self._finish(self._last)
         return self._answer()
 
-    def _events(self, position: int, output: RequestOutput | PromptProgress) -> list[Event]:
-        events: list[Event] = []
-        for part in self._turn.take(position, output):
-            if self._last is None:
-                events += self._start()
-            self._last = part
-            events += self._add(part)
-        return events
-
     @abstractmethod
-    def _start(self) -> list[Event]:
+    def _start(self) -> bytes:
         """Return the events at the beginning."""
 
     @abstractmethod
-    def _add(self, part: AnswerPart) -> list[Event]:
+    def _add(self, part: AnswerPart) -> bytes:
         """Return the events of a part."""
 
     @abstractmethod
-    def _finish(self, last: AnswerPart | None) -> list[Event]:
+    def _finish(self, last: AnswerPart | None) -> bytes:
         """Return the events at the end; `last` is the last part."""
 
     @abstractmethod
     def _answer(self) -> dict[str, Any]:
         """Return the answer behind its end."""
-
-
-def encoded(events: list[Event]) -> bytes:
-    """Encode events."""
-    return b"".join(event(made, made["type"]) for made in events)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -87,8 +87,8 @@ class AnswerReader:
         self._copies = copies
         self._count_tokens = count_tokens
         self._choices: dict[int, _Choice] = {}
-        self._prompts: dict[int, tuple[int, int]] = {}
-        """The tokens of each prompt, and how many of them were cached."""
+        self._newest: dict[int, RequestOutput] = {}
+        """The newest output for each prompt, of the first of its copies."""
         self.first_outputs: dict[int, RequestOutput] = {}
         """The first output for each prompt, which has the prompt."""
 
@@ -106,7 +106,7 @@ class AnswerReader:
         if prompt not in self.first_outputs or output.prompt_logprobs is not None:
             self.first_outputs[prompt] = output
         if copy == 0:
-            self._prompts[prompt] = (len(output.prompt_token_ids or ()), output.num_cached_tokens)
+            self._newest[prompt] = output
         first = prompt * self._per_prompt + copy * self._per_request
         parts = []
         for completion in output.outputs:
@@ -114,16 +114,23 @@ class AnswerReader:
             choice = self._choices.get(index)
             if choice is None:
                 choice = self._choices[index] = _Choice(self._make_parser())
-            if completion.finish_reason == "abort":
+            reason = completion.finish_reason
+            if reason == "abort":
                 raise ApiError(
                     503, SERVER_ERROR, "request_aborted", None, "the request was ended before its answer"
                 )
             deltas = choice.parser.feed(completion.text) if completion.text else []
-            if completion.finish_reason is not None:
+            if reason is not None:
                 deltas = [*deltas, *choice.parser.finish()]
-            self._note(choice, deltas)
+            for delta in deltas:
+                match delta:
+                    case ContentDelta():
+                        pass
+                    case ReasoningDelta(text=text):
+                        choice.reasoning.append(text)
+                    case ToolCallEnded():
+                        choice.has_calls = True
             choice.num_tokens += len(completion.token_ids)
-            reason = completion.finish_reason
             if reason == "stop" and choice.has_calls:
                 reason = "tool_calls"
             parts.append(
@@ -133,14 +140,6 @@ class AnswerReader:
             )
         return parts
 
-    @staticmethod
-    def _note(choice: _Choice, deltas: Sequence[AnswerDelta]) -> None:
-        for delta in deltas:
-            if isinstance(delta, ToolCallEnded):
-                choice.has_calls = True
-            elif isinstance(delta, ReasoningDelta):
-                choice.reasoning.append(delta.text)
-
     def usage(self) -> Usage:
         """Return the tokens so far."""
         reasoning = 0
@@ -148,8 +147,8 @@ class AnswerReader:
             texts = ("".join(choice.reasoning) for choice in self._choices.values())
             reasoning = sum(self._count_tokens(text) for text in texts if text)
         return Usage(
-            sum(tokens for tokens, _ in self._prompts.values()),
-            sum(cached for _, cached in self._prompts.values()),
+            sum(len(output.prompt_token_ids or ()) for output in self._newest.values()),
+            sum(output.num_cached_tokens for output in self._newest.values()),
             sum(choice.num_tokens for choice in self._choices.values()),
             reasoning,
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from nbengine.frontend.parsing.deltas import (
     AnswerDelta,
@@ -18,6 +16,7 @@ from nbengine.frontend.parsing.deltas import (
     ToolCallStarted,
 )
 from nbengine.outputs import UnreadableCall
+from nbengine.server.events import HOLE, Frame, event
 from nbengine.server.protocol.chat import (
     Chunk,
     ChunkChoice,
@@ -31,10 +30,6 @@ from nbengine.server.protocol.chat import (
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.logprobs import chat_logprobs
 from nbengine.server.translate.usage import Usage, prompt_progress
-
-_MARK = "\x00"
-"""A text that stands for others; behind it, a chunk has nothing that comes from a caller or a model."""
-_encode_text = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +50,13 @@ class ChatForm:
 
 
 class ChatChunks:
-    """The state machine that makes the chunks of a stream, encoded with `encode`."""
+    """The state machine that makes the chunks of a stream, encoded as events."""
 
-    def __init__(self, form: ChatForm, encode: Callable[[Chunk], bytes]) -> None:
+    def __init__(self, form: ChatForm) -> None:
         self._form = form
-        self._encode = encode
         self._begun: set[int] = set()
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """The bytes before and behind the text of a chunk of content alone, for each completion."""
+        self._frames: dict[int, Frame] = {}
+        """The chunks of content alone, for each completion."""
         self._is_plain = form.top_logprobs is None and not (form.running_usage or form.token_ids)
 
     def add(self, part: AnswerPart, usage: Usage | None = None) -> list[bytes]:
@@ -70,18 +64,12 @@ class ChatChunks:
         if self._is_plain and part.finish_reason is None and part.index in self._begun:
             deltas = part.deltas
             if len(deltas) == 1 and isinstance(deltas[0], ContentDelta):
-                # So are nearly all of a stream: a token costs the encoding of its text alone.
-                before, behind = self._frame(part.index)
-                return [before + _encode_text(deltas[0].text) + behind]
-        return [self._encode(chunk) for chunk in self._chunks(part, usage)]
-
-    def _frame(self, index: int) -> tuple[bytes, bytes]:
-        frame = self._frames.get(index)
-        if frame is None:
-            whole = self._encode(self._chunk([ChunkChoice(index, Delta(content=_MARK))], None))
-            before, _, behind = whole.rpartition(_encode_text(_MARK))
-            frame = self._frames[index] = before, behind
-        return frame
+                frame = self._frames.get(part.index)
+                if frame is None:
+                    chunk = self._chunk([ChunkChoice(part.index, Delta(content=HOLE))], None)
+                    frame = self._frames[part.index] = Frame(chunk)
+                return [frame.event(deltas[0].text)]
+        return [event(chunk) for chunk in self._chunks(part, usage)]
 
     def _chunks(self, part: AnswerPart, usage: Usage | None) -> list[Chunk]:
         if part.prompt_progress is not None:
@@ -111,7 +99,7 @@ class ChatChunks:
 
     def end(self, usage: Usage) -> list[bytes]:
         """Return the last chunk, if usage is wanted."""
-        return [self._encode(self._chunk([], usage))] if self._form.usage_chunk else []
+        return [event(self._chunk([], usage))] if self._form.usage_chunk else []
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> Chunk:
         if not self._form.usage_chunk:

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from nbengine.frontend.parsing.deltas import AnswerDelta
+from nbengine.server.events import HOLE, Frame, event
 from nbengine.server.protocol.messages import MessagesRequest
-from nbengine.server.translate.segments import Event, Logprobs, Segment, Segmenter
+from nbengine.server.translate.segments import Logprobs, Segment, Segmenter
 from nbengine.server.translate.usage import Usage
 
 
@@ -21,11 +22,14 @@ def new_message_id() -> str:
 class MessageBuilder:
     """The state machine that makes events and the message from the parts of an answer.
 
-    Use it in this order: `start`, then `add` for each part, then `finish`; each returns the events that are due. `message` is the message as it stands; after the end it is the whole.
+    Use it in this order: `start`, then `add` for each part, then `finish`; each returns the events that are due,
+    encoded. `message` is the message as it stands; after the end it is the whole.
     """
 
     def __init__(self, request: MessagesRequest, model: str, message_id: str) -> None:
-        self._events: list[Event] = []
+        self._events: list[bytes] = []
+        self._frame: Frame | None = None
+        """The events of more of the block that is open; None: it has none."""
         self._segmenter = Segmenter(self)
         self._stop_sequences = request.stop_sequences or []
         self._max_tokens = request.max_tokens
@@ -43,44 +47,47 @@ class MessageBuilder:
             "usage": _usage(Usage()),
         }
 
-    def start(self, usage: Usage) -> list[Event]:
+    def start(self, usage: Usage) -> bytes:
         """Return the event at the beginning of a stream; `usage` has what the prompt costs."""
         self.message["usage"] = _usage(usage)
-        return [{"type": "message_start", "message": {**self.message, "content": []}}]
+        self._emit("message_start", message={**self.message, "content": []})
+        return self._taken()
 
-    def add(self, deltas: Iterable[AnswerDelta]) -> list[Event]:
+    def add(self, deltas: Iterable[AnswerDelta]) -> bytes:
         """Take in parts of the answer."""
         self._segmenter.feed(deltas)
         return self._taken()
 
-    def finish(self, finish_reason: str, stop_reason: int | str | None, usage: Usage) -> list[Event]:
+    def finish(self, finish_reason: str, stop_reason: int | str | None, usage: Usage) -> bytes:
         """Take in the end of the answer, with the engine's reasons for it."""
         self._segmenter.finish()
         reason, sequence = self._reason(finish_reason, stop_reason, usage)
         self.message |= {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage(usage)}
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        self._events.append({"type": "message_delta", "delta": delta, "usage": _usage(usage)})
-        self._events.append({"type": "message_stop"})
+        self._emit("message_delta", delta=delta, usage=_usage(usage))
+        self._emit("message_stop")
         return self._taken()
 
     def opened(self, segment: Segment) -> None:
         """Emit the beginning of a block."""
         block: dict[str, Any] = {"type": "text", "text": ""}
+        delta = {"type": "text_delta", "text": HOLE}
         if segment.kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}
+            delta = {"type": "thinking_delta", "thinking": HOLE}
         elif segment.kind == "call":
             block = {"type": "tool_use", "id": segment.call_id, "name": segment.name, "input": {}}
-        self._events.append({"type": "content_block_start", "index": segment.index, "content_block": block})
+            delta = {"type": "input_json_delta", "partial_json": HOLE}
+        self._emit("content_block_start", index=segment.index, content_block=block)
+        hidden = segment.kind == "reasoning" and self._hides_thinking
+        kind = "content_block_delta"
+        more = {"type": kind, "index": segment.index, "delta": delta}
+        self._frame = None if hidden else Frame(more, kind)
 
-    def grown(self, segment: Segment, text: str, _logprobs: Logprobs, /) -> None:
+    def grown(self, _segment: Segment, text: str, _logprobs: Logprobs, /) -> None:
         """Emit more of a block; this API has no log probabilities."""
-        match segment.kind:
-            case "text":
-                self._emit_delta(segment, {"type": "text_delta", "text": text})
-            case "reasoning" if not self._hides_thinking:
-                self._emit_delta(segment, {"type": "thinking_delta", "thinking": text})
-            case "call":
-                self._emit_delta(segment, {"type": "input_json_delta", "partial_json": text})
+        if self._frame is not None:
+            self._events.append(self._frame.event(text))
 
     def closed(self, segment: Segment) -> None:
         """Emit the end of a block, and keep it for the message."""
@@ -91,7 +98,8 @@ class MessageBuilder:
                 block = {"type": "text", "text": text}
             case "reasoning":
                 # Nothing is signed here: the text itself is taken back as it comes.
-                self._emit_delta(segment, {"type": "signature_delta", "signature": ""})
+                signature = {"type": "signature_delta", "signature": ""}
+                self._emit("content_block_delta", index=segment.index, delta=signature)
                 thinking = "" if self._hides_thinking else text
                 block = {"type": "thinking", "thinking": thinking, "signature": ""}
             case "call":
@@ -100,11 +108,11 @@ class MessageBuilder:
                 call = {"id": segment.call_id, "name": segment.name, "input": arguments}
                 block = {"type": "tool_use", **call}
         self.message["content"].append(block)
-        self._events.append({"type": "content_block_stop", "index": segment.index})
+        self._emit("content_block_stop", index=segment.index)
 
     def voided(self, segment: Segment) -> None:
         """Emit the end of a block that is no call: unless others follow, `stop_reason` is not `tool_use`."""
-        self._events.append({"type": "content_block_stop", "index": segment.index})
+        self._emit("content_block_stop", index=segment.index)
 
     def _reason(
         self, finish_reason: str, stop_reason: int | str | None, usage: Usage
@@ -116,11 +124,12 @@ class MessageBuilder:
             return "stop_sequence", stop_reason
         return ("tool_use" if self._has_call else "end_turn"), None
 
-    def _emit_delta(self, segment: Segment, delta: dict[str, Any]) -> None:
-        self._events.append({"type": "content_block_delta", "index": segment.index, "delta": delta})
+    def _emit(self, kind: str, **fields: Any) -> None:
+        self._events.append(event({"type": kind, **fields}, kind))
 
-    def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
+    def _taken(self) -> bytes:
+        events = b"".join(self._events)
+        self._events.clear()
         return events
 
 

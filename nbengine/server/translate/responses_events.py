@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from nbengine.frontend.parsing.deltas import AnswerDelta
+from nbengine.server.events import HOLE, Frame, event
 from nbengine.server.protocol.errors import ApiError
 from nbengine.server.protocol.responses import ResponsesRequest
-from nbengine.server.translate.segments import Event, Logprobs, Segment, Segmenter
+from nbengine.server.translate.segments import Logprobs, Segment, Segmenter
 from nbengine.server.translate.usage import Usage
 
 _ECHOED = (
@@ -40,31 +41,31 @@ class ResponseBuilder:
     """The state machine that makes events and the response from the parts of an answer.
 
     Use it in this order: `start`, then `add` for each part, then `finish`; `fail` takes their place at any time. Each
-    returns the events that are due. `response` is the response as it stands; after the end it is the whole.
+    returns the events that are due, encoded. `response` is the response as it stands; after the end it is the whole.
     """
 
     def __init__(self, request: ResponsesRequest, model: str, response_id: str, created_at: int) -> None:
-        self._events: list[Event] = []
+        self._events: list[bytes] = []
         self._sequence = 0
         self._item_status = "completed"
         self._segmenter = Segmenter(self)
         self._item_suffix = response_id.partition("_")[2]
         self._output: list[dict[str, Any]] = []
-        self._open_place = ("", 0)
-        """The id and the index of the item that is open."""
+        self._frame: Frame | None = None
+        """The events of more of the item that is open; None: it is emitted when it is whole."""
         self.response = _begun(request, model, response_id, created_at)
 
-    def start(self) -> list[Event]:
+    def start(self) -> bytes:
         """Return the events at the beginning of a stream."""
         self._emit_start()
         return self._taken()
 
-    def add(self, deltas: Iterable[AnswerDelta], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def add(self, deltas: Iterable[AnswerDelta], logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
         """Take in parts of the answer, and Chat Completions' entries about the tokens' log probabilities."""
         self._segmenter.feed(deltas, logprobs)
         return self._taken()
 
-    def finish(self, finish_reason: str, usage: Usage) -> list[Event]:
+    def finish(self, finish_reason: str, usage: Usage) -> bytes:
         """Take in the end of the answer; `finish_reason` is the engine's "stop" or "length"."""
         status = "completed"
         if finish_reason == "length":
@@ -76,7 +77,7 @@ class ResponseBuilder:
         self._emit(f"response.{status}", response=self.response)
         return self._taken()
 
-    def fail(self, error: ApiError) -> list[Event]:
+    def fail(self, error: ApiError) -> bytes:
         """Take in that the answer ends in an error; what has come of it stays."""
         if not self._sequence:
             self._emit_start()
@@ -90,29 +91,22 @@ class ResponseBuilder:
 
     def opened(self, segment: Segment) -> None:
         """Emit the beginning of an item, unless it is a call: those are emitted when they are whole."""
-        self._open_place = self._item_id(segment), len(self._output)
+        self._frame = None
         if segment.kind != "call":
             self._emit_added(segment)
             self._emit_part("added", segment, _part(segment, "", []))
+            kind = _DELTAS[segment.kind]
+            more = {"content_index": 0, "delta": HOLE}
+            if segment.kind == "text":
+                more["logprobs"] = HOLE
+            self._frame = Frame({"type": kind, "sequence_number": HOLE, **self._place(segment), **more}, kind)
 
     def grown(self, segment: Segment, text: str, logprobs: Logprobs, /) -> None:
         """Emit more of an item."""
-        if segment.kind == "call":
-            return
-        # Nearly all events are made here, so that no dictionaries are put together.
-        item_id, output_index = self._open_place
-        made: Event = {
-            "type": _DELTAS[segment.kind],
-            "sequence_number": self._sequence,
-            "item_id": item_id,
-            "output_index": output_index,
-            "content_index": 0,
-            "delta": text,
-        }
-        if segment.kind == "text":
-            made["logprobs"] = logprobs
-        self._events.append(made)
-        self._sequence += 1
+        if self._frame is not None:
+            of_text = (logprobs,) if segment.kind == "text" else ()
+            self._events.append(self._frame.event(self._sequence, text, *of_text))
+            self._sequence += 1
 
     def closed(self, segment: Segment) -> None:
         """Emit the end of an item, and keep it for the response."""
@@ -182,11 +176,12 @@ class ResponseBuilder:
         )
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        self._events.append({"type": kind, "sequence_number": self._sequence, **fields})
+        self._events.append(event({"type": kind, "sequence_number": self._sequence, **fields}, kind))
         self._sequence += 1
 
-    def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
+    def _taken(self) -> bytes:
+        events = b"".join(self._events)
+        self._events.clear()
         return events
 
 

@@ -15,8 +15,6 @@ from nbengine.frontend.parsing.deltas import (
     ToolCallStarted,
 )
 
-Event = dict[str, Any]
-"""An event of a stream as its API has it; its "type" is its name."""
 Kind = Literal["reasoning", "text", "call"]
 Logprobs = list[dict[str, Any]]
 

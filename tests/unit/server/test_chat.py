@@ -13,7 +13,6 @@ from nbengine.errors import EngineDeadError, RequestError
 from nbengine.frontend.parsing.deltas import ContentDelta, ReasoningDelta
 from nbengine.outputs import PromptProgress
 from nbengine.sampling_params import RequestOutputKind
-from nbengine.server.sse import event
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.chat_events import ChatChunks, ChatForm
 
@@ -331,12 +330,12 @@ async def test_a_caller_who_leaves_ends_the_request(stream: bool) -> None:
 @pytest.mark.parametrize("usage", [False, True])
 def test_chunks_of_content_say_the_same_whichever_way_they_are_encoded(usage: bool) -> None:
     mark = "\x00"
-    form = ChatForm(f'id"{mark}', 1, f"a model {mark}", usage_chunk=usage)
+    form = ChatForm(f'id"{mark}', 1, f"a model {mark} %d", usage_chunk=usage)
     # Log probabilities that nobody has sent change nothing but the way of encoding.
     slow = ChatForm(form.id, form.created, form.model, top_logprobs=0, usage_chunk=usage)
-    quick, other = (ChatChunks(each, event) for each in (form, slow))
+    quick, other = (ChatChunks(each) for each in (form, slow))
     for index in (0, 1):
-        for text in ("", "a", mark, '"\\\n', "é\u2028😀", "data: x\n\n"):
+        for text in ("", "a", mark, "%b", '"\\\n', "é\u2028😀", "data: x\n\n"):
             part = AnswerPart(index, [ContentDelta(text)], [1])
             assert quick.add(part) == other.add(part)
     for deltas in ([ReasoningDelta("r")], [ContentDelta("a"), ContentDelta("b")], []):

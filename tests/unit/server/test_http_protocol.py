@@ -139,6 +139,24 @@ async def test_parts_that_are_written_at_once_are_framed_as_those_of_asgi(
         assert await reader.readexactly(len(body)) == body
 
 
+async def test_a_part_is_written_although_nothing_follows_it() -> None:
+    gone = asyncio.Event()
+
+    async def lonely(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        assert scope["state"][WRITE_PART](b"a")
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    async with connected(lonely) as (reader, writer):
+        writer.write(REQUESTS[0])
+        await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(6) == b"1\r\na\r\n"
+        writer.close()
+        await asyncio.wait_for(gone.wait(), 60)
+
+
 async def test_nothing_is_written_at_once_to_a_reader_that_is_behind_or_has_gone() -> None:
     protocols: list[HttpProtocol] = []
     asked = asyncio.Event()

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
-from api_answers import anthropic_client
+from api_answers import anthropic_client, events_in
 from pydantic import TypeAdapter
 
 from nbengine.frontend.parsing.deltas import (
@@ -60,7 +60,7 @@ def events_of(
     events = made.start(Usage(prompt_tokens=11))
     for delta in deltas:
         events += made.add([delta])
-    return events + made.finish(finish_reason, stop_reason, USAGE)
+    return events_in(events + made.finish(finish_reason, stop_reason, USAGE))
 
 
 def message_of(events: Sequence[dict[str, Any]]) -> Message:
@@ -147,7 +147,7 @@ def test_the_reason_of_the_end_is_anthropics(
 
 def test_thoughts_that_are_to_be_omitted_are_empty_in_a_stream_and_in_a_body() -> None:
     made = builder(thinking=Thinking("enabled", 1024, "omitted"))
-    events = [*made.start(USAGE), *made.add(WHOLE), *made.finish("stop", None, USAGE)]
+    events = events_in(made.start(USAGE) + made.add(WHOLE) + made.finish("stop", None, USAGE))
     assert message_of(events).content[0].thinking == ""  # type: ignore[union-attr]
     assert made.message["content"][0]["thinking"] == ""
 
@@ -160,7 +160,7 @@ def test_a_call_that_cannot_be_read_is_no_reason_to_use_a_tool_and_its_text_is_k
         MalformedCall(raw, "the arguments are no JSON", 0),
     ]
     made = builder()
-    events = [*made.start(USAGE), *made.add(deltas), *made.finish("stop", None, USAGE)]
+    events = events_in(made.start(USAGE) + made.add(deltas) + made.finish("stop", None, USAGE))
     streamed = message_of(events)
     assert streamed.stop_reason == "end_turn"
     assert streamed.content[-1].text == raw  # type: ignore[union-attr]
@@ -169,7 +169,7 @@ def test_a_call_that_cannot_be_read_is_no_reason_to_use_a_tool_and_its_text_is_k
 
 def test_an_error_in_a_stream_is_raised_by_the_client_with_its_reason() -> None:
     error = ApiError(503, "server_error", "engine_dead", None, "the engine has ended")
-    events = [*builder().start(USAGE), error.anthropic_body()]
+    events = [*events_in(builder().start(USAGE)), error.anthropic_body()]
     with pytest.raises(anthropic.APIStatusError, match="the engine has ended"):
         message_of(events)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from api_answers import openai_client
+from api_answers import events_in, openai_client
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
@@ -75,7 +75,7 @@ def events_of(
     events = made.start()
     for delta in deltas:
         events += made.add([delta])
-    return events + made.finish(finish_reason, USAGE)
+    return events_in(events + made.finish(finish_reason, USAGE))
 
 
 def test_an_answer_with_everything_is_the_whole_sequence_of_events() -> None:
@@ -170,7 +170,8 @@ def test_an_error_in_the_middle_ends_the_stream_as_failed_with_what_there_is() -
     made = builder()
     made.start()
     made.add([ContentDelta("I w")])
-    events = made.fail(ApiError(503, "server_error", "engine_dead", None, "the engine has ended"))
+    end = made.fail(ApiError(503, "server_error", "engine_dead", None, "the engine has ended"))
+    events = events_in(end)
     EVENT.validate_python(events[-1])
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"] == {"code": "server_error", "message": "the engine has ended"}
@@ -179,7 +180,8 @@ def test_an_error_in_the_middle_ends_the_stream_as_failed_with_what_there_is() -
 
 def test_an_error_before_anything_else_is_a_whole_stream_for_the_client() -> None:
     # The status of a stream does not wait for ever: by then an error has to be an event.
-    events = builder().fail(ApiError(400, "invalid_request_error", None, None, "the text is too strange"))
+    end = builder().fail(ApiError(400, "invalid_request_error", None, None, "the text is too strange"))
+    events = events_in(end)
     EVENT.validate_python(events[-1])
     assert events[-1]["response"]["error"]["code"] == "invalid_prompt"
     with openai_client(events).responses.stream(model="tiny", input="Hi") as stream:
@@ -229,7 +231,7 @@ def test_log_probabilities_go_with_the_text_that_they_belong_to() -> None:
     made.add([ReasoningDelta("r")], entries[:1])
     # A parser holds text back: the entry waits for it.
     made.add([], entries[1:2])
-    [*_, delta] = made.add([ContentDelta("bc")], entries[2:])
+    [*_, delta] = events_in(made.add([ContentDelta("bc")], entries[2:]))
     EVENT.validate_python(delta)
     assert [entry["token"] for entry in delta["logprobs"]] == ["b", "c"]
     made.finish("stop", USAGE)

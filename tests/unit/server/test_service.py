@@ -18,12 +18,13 @@ from nbengine.frontend.outputs.output_collector import RequestOutputCollector, w
 from nbengine.frontend.outputs.output_stream import OutputStream
 from nbengine.outputs import CompletionOutput, PromptProgress, RequestOutput
 from nbengine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from nbengine.server.events import event
 from nbengine.server.http_protocol import WRITE_PART
 from nbengine.server.limits import Limits
 from nbengine.server.outputs import Indexed, Outputs
 from nbengine.server.protocol.errors import ApiError
 from nbengine.server.service import State
-from nbengine.server.sse import EventStream, event
+from nbengine.server.sse import EventStream
 
 DELTAS = SamplingParams(output_kind=RequestOutputKind.DELTA)
 
