@@ -33,6 +33,7 @@ def no_more(header: GGUFHeader) -> Entries:  # noqa: ARG001 - there is nothing t
     """Return nothing: the usual keys say all."""
     return {}
 
+
 _EXPERTS_OF_MAVERICK = 128
 """It does not normalise queries and keys."""
 

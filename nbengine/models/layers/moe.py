@@ -276,7 +276,11 @@ class SparseMoeBlock:
         if not len(x):
             return x.new_empty(x.shape)
         weights, chosen = self.route(x)
-        return self._of_weighted(x, weights, chosen) if self.moe.weighs_inputs else self.experts(x, weights, chosen)
+        return (
+            self._of_weighted(x, weights, chosen)
+            if self.moe.weighs_inputs
+            else self.experts(x, weights, chosen)
+        )
 
     def _of_weighted(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the sums of what each expert makes of its own multiple of a token's row."""

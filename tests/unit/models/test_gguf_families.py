@@ -229,7 +229,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo", more(olmo__rope__dimension_count=8), "8 of 16 dimensions"),
     ("lfm2 moe", more(lfm2moe__expert_gating_func=1), "lfm2moe.expert_gating_func 1 is not supported"),
     ("llama 4", more(llama4__expert_count=0), "models of kind 'llama4' without experts are not supported"),
-    ("llama 4", more(llama4__attention__sliding_window=0), "llama4.attention.sliding_window is not supported"),
+    (
+        "llama 4",
+        more(llama4__attention__sliding_window=0),
+        "llama4.attention.sliding_window is not supported",
+    ),
     ("mamba-2", more(mamba2__ssm__time_step_rank=7), r"ssm.inner_size \(128\) must be a multiple of"),
     ("qwen3.5", more(qwen35__expert_count=8), "mixture-of-experts models of kind 'qwen35'"),
 ]

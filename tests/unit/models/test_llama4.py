@@ -60,12 +60,18 @@ def test_layers_with_experts_are_those_of_transformers(settings: dict[str, Any],
     [
         ({"no_rope_layers": [1, 1]}, "no_rope_layers must be a list of 6 numbers, got "),
         ({"no_rope_layers": 4}, "no_rope_layers must be a list of 6 numbers, got 4"),
-        ({"layer_types": ["sliding_attention"] * 6}, "layer_types must be a list of 6 times 'full_attention' or"),
+        (
+            {"layer_types": ["sliding_attention"] * 6},
+            "layer_types must be a list of 6 times 'full_attention' or",
+        ),
         ({"layer_types": [FULL]}, "layer_types must be a list of 6 times"),
         ({"moe_layers": "all"}, "moe_layers must be a list of integers, got 'all'"),
         ({"attention_chunk_size": 0}, "attention_chunk_size must be a positive integer, got 0"),
         ({"floor_scale": 0}, "floor_scale must be a positive integer, got 0"),
-        ({"num_experts_per_tok": 5}, r"num_experts_per_tok \(5\) must be at most the number of experts \(4\)"),
+        (
+            {"num_experts_per_tok": 5},
+            r"num_experts_per_tok \(5\) must be at most the number of experts \(4\)",
+        ),
     ],
 )
 def test_values_that_say_nothing_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
