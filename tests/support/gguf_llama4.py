@@ -1,5 +1,5 @@
-"""What llama.cpp's converter does to Llama 4: it turns the matrices of experts round, leaves queries and keys as they
-are, and writes the factors of rotary frequencies."""
+"""Llama 4 as llama.cpp's converter has it: it turns the matrices of experts round, leaves queries and keys as they are,
+and writes the factors of rotary frequencies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def turned(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def frequency_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """The numbers by which the rotary frequencies are divided (`generate_extra_tensors`)."""
+    """Each rotary frequency is divided by its number."""
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     context, factors = rope["original_max_position_embeddings"], []
     for frequency in 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)):

@@ -1,4 +1,4 @@
-"""What is Llama 4's alone: which layers turn, see chunks and have experts, and how experts are chosen."""
+"""Llama 4: its configuration says which layers turn, see chunks and have experts, and logits choose experts."""
 
 from __future__ import annotations
 

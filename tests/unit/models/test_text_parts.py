@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """By the beginning of transformers' class names: settings of the text and of the images."""
 WAYS = [*((kind, "nbengine") for kind in CASES), ("Llama4", "transformers")]
-"""Whose layers run: the backend of transformers has the text of one kind."""
+"""The kinds with the library whose layers run: the backend of transformers has the text of one."""
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=" of ".join)
