@@ -31,7 +31,7 @@ class GroupedRouter(Linear):
         [T, experts_per_token]."""
         logits = self(x.float())
         scores = logits.softmax(-1) if self._routing.score == "softmax" else logits.sigmoid()
-        # The order of scores is that of logits, which differ where scores are all but one.
+        # Scores are in the order of logits, which still differ where scores are rounded to one.
         better = logits if self.correction is None else scores + self.correction
         experts = self._of_best_groups(better).topk(self._moe.experts_per_token, dim=-1).indices
         weights = scores.gather(1, experts)
