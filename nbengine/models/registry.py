@@ -25,6 +25,8 @@ DECODERS: Mapping[str, str] = {
     "LlamaForCausalLM": f"{_FAMILIES}.llama:Llama",
     "MistralForCausalLM": f"{_FAMILIES}.llama:Mistral",
     "Mistral3ForConditionalGeneration": f"{_FAMILIES}.llama:Mistral",
+    "Llama4ForCausalLM": f"{_FAMILIES}.llama4:Llama4",
+    "Llama4ForConditionalGeneration": f"{_FAMILIES}.llama4:Llama4",
     "Qwen2ForCausalLM": f"{_FAMILIES}.qwen:Qwen2",
     "Qwen2VLForConditionalGeneration": f"{_FAMILIES}.qwen:Qwen2",
     "Qwen2_5_VLForConditionalGeneration": f"{_FAMILIES}.qwen:Qwen2",

@@ -19,7 +19,7 @@ LONGROPE = {
     "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0, 12.0],
 }
 WINDOWS = {"sliding_window": WINDOW}
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,24 @@ LATENT = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GROUPS = {"n_group": 4, "topk_group": 2}
 MSCALE = {**YARN, "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast": 4.0}
+LLAMA_4 = {
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "attention_chunk_size": WINDOW,
+    "floor_scale": 5,
+    "attn_scale": 0.6,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""The factor of queries grows every five tokens; no matrix of experts is square."""
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 40, **WINDOWS}
 CASES: dict[str, FamilyCase] = {
     "mistral window": FamilyCase("Mistral", {"head_dim": 16, **WINDOWS}),
@@ -163,6 +181,31 @@ CASES: dict[str, FamilyCase] = {
     "smollm3 window": FamilyCase(
         "SmolLM3",
         {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "pad_token_id": 0, **WINDOWS},
+    ),
+    "llama 4": FamilyCase(
+        "Llama4",
+        {**LLAMA_4, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "moe_layers": [1, 2]},
+    ),
+    "llama 4 of experts alone": FamilyCase(
+        "Llama4",
+        {
+            **LLAMA_4,
+            "num_experts_per_tok": 3,
+            "no_rope_layers": [1, 0, 0],
+            "layer_types": [FULL, CHUNKED, FULL],
+            "use_qk_norm": False,
+            "attention_bias": True,
+        },
+    ),
+    "llama 4 without experts": FamilyCase(
+        "Llama4",
+        {
+            **LLAMA_4,
+            "moe_layers": [],
+            "no_rope_layers": [1, 1, 0],
+            "layer_types": [CHUNKED, FULL, FULL],
+            "attn_temperature_tuning": False,
+        },
     ),
     "gpt-oss": FamilyCase(
         "GptOss",

@@ -61,8 +61,27 @@ _LINEAR_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
 }
+_LLAMA_4 = {
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "num_hidden_layers": 4,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 128,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 100.0,
+        "high_freq_factor": 400.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+"""The chunks, the growth of queries and the layers that turn nothing are those of the released models."""
 CASES: dict[str, GGUFCase] = {
     "mistral window": _of("llama", "mistral window"),
+    "llama 4": _of("llama4", "llama 4", ("moe_layers", "no_rope_layer_interval"), **_LLAMA_4),
     "qwen2 yarn": _of("qwen2", "qwen2 yarn"),
     "gemma": _of("gemma", "gemma", tie_word_embeddings=True),
     "gemma2": _of("gemma2", "gemma2", query_pre_attn_scalar=16, tie_word_embeddings=True),

@@ -19,12 +19,15 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
+from tests.support import gguf_llama4
+
 F32 = GGMLQuantizationType.F32
 VOCABULARY = 260
 """The tokens of the files: three special ones, the bytes, and one merge."""
 ARCHS = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "Llama4ForCausalLM": "llama4",
     "Qwen2ForCausalLM": "qwen2",
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
@@ -165,7 +168,7 @@ class Converter:
     def _rotary(self) -> Iterator[tuple[str, Any]]:
         config, rope, arch = self.config, self.rope, self.arch
         part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        if arch in (*_PERMUTED, "phi3", "glm4", "chatglm", *_LINEAR):
+        if arch in (*_PERMUTED, "llama4", "phi3", "glm4", "chatglm", *_LINEAR):
             yield "{arch}.rope.dimension_count", int(self.head_dim * (1.0 if part is None else part))
         if arch == "phi3":
             original = rope.get("original_max_position_embeddings", 4096)
@@ -212,6 +215,8 @@ class Converter:
         if config.get("moe_intermediate_size"):
             yield "{arch}.expert_feed_forward_length", config["moe_intermediate_size"]
         shared = config.get("shared_expert_intermediate_size", config.get("shared_intermediate_size"))
+        if self.arch == "llama4":
+            yield from gguf_llama4.metadata(config)
         if shared:
             yield "{arch}.expert_shared_feed_forward_length", shared
 
@@ -270,6 +275,8 @@ class Converter:
         if long:
             yield "rope_factors_long.weight", torch.tensor(long)
             yield "rope_factors_short.weight", torch.tensor(self.rope["short_factor"])
+        if self.rope.get("rope_type") == "llama3":
+            yield "rope_freqs.weight", gguf_llama4.frequency_factors(self.rope, self.head_dim)
         experts: dict[str, dict[int, Tensor]] = {}
         for name, tensor in self.tensors.items():
             name = name.replace(".feed_forward.experts.", ".mlp.experts.")
@@ -314,6 +321,9 @@ class Converter:
             arch.startswith("gemma") or (arch in _LINEAR and not name.endswith("linear_attn.norm.weight"))
         ) and name.endswith("norm.weight"):
             tensor = tensor + 1
+        if arch == "llama4" and name.endswith(gguf_llama4.STACKED):
+            yield from ((self.named(part), matrices) for part, matrices in gguf_llama4.turned(name, tensor))
+            return
         if ".linear_attn." in name:
             yield from self._linear(name, tensor, layer)
             return
@@ -389,9 +399,11 @@ def round_matrices(model: Any, kind: GGMLQuantizationType) -> None:
     block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, parameter in model.named_parameters():
         is_convolution = "conv1d" in name or "conv.conv" in name
-        if parameter.dim() > 1 and parameter.shape[-1] % block == 0 and not is_convolution:
-            rounded = gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind)
-            parameter.data.copy_(torch.from_numpy(rounded))
+        is_turned = model.config.model_type == "llama4_text" and name.endswith(gguf_llama4.STACKED)
+        values = parameter.data.mT if is_turned else parameter.data
+        if values.dim() > 1 and values.shape[-1] % block == 0 and not is_convolution:
+            rounded = gguf.dequantize(gguf.quantize(values.contiguous().numpy(), kind), kind)
+            values.copy_(torch.from_numpy(rounded))
 
 
 def _write_vocabulary(writer: GGUFWriter) -> None:

@@ -34,6 +34,10 @@ def no_more(header: GGUFHeader) -> Entries:  # noqa: ARG001 - there is nothing t
     return {}
 
 
+_EXPERTS_OF_MAVERICK = 128
+"""It does not normalise queries and keys."""
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One of llama.cpp's architectures: Hugging Face's `model_type` and class, and entries of config.json beside the
@@ -56,6 +60,32 @@ def _llama(header: GGUFHeader) -> Entries:
     if not window_of(header) or header.integer_or("llama.expert_count", 0):
         return {}
     return {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def _llama4(header: GGUFHeader) -> Entries:
+    """Return what llama.cpp's code has of the two released models, which their files do not say.
+
+    Raises:
+        ModelLoadError: the file is of neither: it has no experts, or says something of chunks.
+    """
+    experts = header.integer_or("llama4.expert_count", 0)
+    if experts < 1:
+        raise ModelLoadError(f"{header.path}: models of kind 'llama4' without experts are not supported")
+    for key in ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"):
+        if f"llama4.{key}" in header.metadata:
+            raise ModelLoadError(f"{header.path}: llama4.{key} is not supported")
+    return {
+        "num_local_experts": experts,
+        "intermediate_size": header.integer("llama4.expert_feed_forward_length"),
+        "intermediate_size_mlp": header.largest("llama4.feed_forward_length"),
+        "interleave_moe_layer_step": header.integer("llama4.interleave_moe_layer_step"),
+        "use_qk_norm": experts != _EXPERTS_OF_MAVERICK,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    }
 
 
 def _gemma(header: GGUFHeader) -> Entries:  # noqa: ARG001 - all files are alike
@@ -125,6 +155,7 @@ def _gpt_oss(header: GGUFHeader) -> Entries:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, permuted=True, may_have_experts=True),
+    "llama4": Architecture("llama4_text", "Llama4ForCausalLM", _llama4, may_have_experts=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", may_have_experts=True),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),

@@ -60,6 +60,15 @@ PRE_NORMS = LayerNorms()
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """The factor of queries in layers without rotary embedding: at position p it is
+    1 + `rate` * log(1 + floor((p + 1) / `step`)) (Nakanishi, 2025)."""
+
+    step: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaRuleConfig:
     """The sizes of the layers that have a gated delta rule, and the tokens that their short convolution sees.
 
@@ -105,7 +114,8 @@ class DecoderConfig:
 
     `attention_bias` is for the q, k and v projections, `attention_out_bias` for the output projection;
     `qk_norm` normalises queries and keys before RoPE, per head (Qwen3) or, with `qk_norm_whole`, over all heads
-    (OLMo 2). `num_labels` is 0 unless the model has a classification head in place of its output projection. `moe`
+    (OLMo 2); `turned_norm` normalises them per head after RoPE, without a weight, in the layers that have it
+    (Llama 4). `num_labels` is 0 unless the model has a classification head in place of its output projection. `moe`
     has the experts that some layers, or all, have in place of one feed-forward block; `intermediate_size` is that of
     the other layers; if it is 0, they have no such block. `quantization` says how safetensors files have the matrices, or how they are to be rounded.
 
@@ -119,7 +129,8 @@ class DecoderConfig:
     whose weight goes nowhere. Projections to queries, keys and values are cut to at most `clip_qkv`. With
     `attention_gate` each head has a gate beside its query, whose sigmoid its output is multiplied by. `delta_rule`,
     `mamba2` or `short_conv` has the sizes of recurrent layers. With `latent` attention reads latents: a layer keeps one
-    row of `head_dim` numbers a token, as if there were one key head, and no values beside it.
+    row of `head_dim` numbers a token, as if there were one key head, and no values beside it. `query_growth` is for
+    layers without rotary embedding.
 
     `family` names the class that builds the model (`nbengine.models.registry.load_family`).
     """
@@ -145,6 +156,7 @@ class DecoderConfig:
     moe: MoEConfig | None = None
     quantization: Quantization | None = None
     qk_norm_whole: bool = False
+    turned_norm: bool = False
     norms: LayerNorms = PRE_NORMS
     norm_kind: NormKind = "rms"
     layers: tuple[LayerConfig, ...] = ()
@@ -164,6 +176,7 @@ class DecoderConfig:
     mamba2: Mamba2Config | None = None
     short_conv: ShortConvConfig | None = None
     latent: LatentConfig | None = None
+    query_growth: QueryGrowth | None = None
     family: str = "nbengine.models.family:DecoderFamily"
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from nbengine.models.configs.hf_config import positive
 
 @dataclass(frozen=True, slots=True)
 class GroupedRouting:
-    """The way in which DeepSeek's models choose experts, in float32.
+    """The way in which DeepSeek's models, and others, choose experts, in float32.
 
     An expert's score is the `score` of its logit, all of them together ("softmax") or each alone ("sigmoid"). The
     experts are divided into `groups`, and only those of the best `chosen_groups` are chosen. A group is as good as
@@ -48,7 +48,8 @@ class MoEConfig:
     `renormalize` are divided by their sum. `shared_intermediate_size` is that of the block that all tokens go
     through as well, 0 without one; with `shared_gate` a gate of its own weights it. Every `sparse_step`th layer has experts, but for the `dense_layers`.
     `routing` is how experts are chosen where the greatest logits do not do it. `bias` is for the router and
-    all projections of experts; `clamped` says how gates act that are not silu's.
+    all projections of experts; `clamped` says how gates act that are not silu's. With `weighs_inputs` an expert's input
+    is multiplied by its weight, and its output is not (Llama 4).
     """
 
     num_experts: int
@@ -62,6 +63,7 @@ class MoEConfig:
     routing: GroupedRouting | None = None
     bias: bool = False
     clamped: ClampedGate | None = None
+    weighs_inputs: bool = False
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -85,6 +87,12 @@ class MoEConfig:
                 f"num_experts_per_tok ({self.experts_per_token}) must be at most the number of experts in topk_group "
                 f"groups ({reachable})"
             )
+
+    @property
+    def experts_per_row(self) -> int:
+        """Return how many experts compute a row of their input, which is of one expert alone where weights multiply
+        it."""
+        return 1 if self.weighs_inputs else self.experts_per_token
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the decoder's layer of this index has experts in place of one feed-forward block."""

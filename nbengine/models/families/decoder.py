@@ -28,6 +28,7 @@ from nbengine.models.layers.parallel_layers import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from nbengine.models.layers.query_factors import QueryFactors
 from nbengine.models.layers.recurrent import warm_up_recurrent
 from nbengine.models.layers.rotary import RotaryEmbedding
 from nbengine.models.layers.weights import ALL_DENSE, PackedFormats, Place, WeightSlot
@@ -100,6 +101,9 @@ class DecoderForCausalLM:
             )
             for rope in config.ropes
         ]
+        self.query_factors: QueryFactors | None = None
+        if config.query_growth is not None:
+            self.query_factors = QueryFactors(config.query_growth, positions, device)
         # Embeddings are multiplied by a number of their own type (Gemma).
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.hidden_dtype))
         """The number with which embeddings are multiplied."""
@@ -165,6 +169,8 @@ class DecoderForCausalLM:
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         stream = ResidualStream(x, self.config.residual_scale)
         angles = [rotary.at(positions) for rotary in self.rotaries]
+        if self.query_factors is not None:
+            angles.append(self.query_factors.at(positions))
         for layer, kv_cache, own in zip(self.layers, kv_caches, self._metadata_of_layers(attn), strict=True):
             layer(stream, angles, kv_cache, own)
             self.on_layers(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState
@@ -58,6 +59,11 @@ class DecoderAttention:
         self.q_norm, self.k_norm = _head_norms(config, shard, place, parallel)
         self.rotary = None if layer.rope is None else rotaries[layer.rope]
         self.rope = layer.rope
+        self.turned_norm = config.rms_norm_eps if config.turned_norm and layer.rope is not None else None
+        """The epsilon of the norm of turned queries and keys; None: there is no such norm."""
+        grows = config.query_growth is not None and layer.rope is None
+        self.growth = len(rotaries) if grows else None
+        """The place of the queries' factors behind the angles of all rotary embeddings; None: they have none."""
         self.sinks: WeightSlot | None = None
         if config.attention_sinks:
             sinks = place.vector(heads)
@@ -77,7 +83,7 @@ class DecoderAttention:
 
     def __call__(self, x: Tensor, angles: list[Tensor], kv_cache: Tensor, attn: AttentionMetadata) -> Tensor:
         """Turn normalised hidden states x [T, hidden] into the attention block's output [T, hidden]; `angles` are
-        those of each rotary embedding."""
+        those of each rotary embedding, and behind them the factors of queries, if the model has any."""
         projected = self.qkv_proj(x)
         if self.clip is not None:
             projected.clamp_(-self.clip, self.clip)
@@ -90,7 +96,11 @@ class DecoderAttention:
             query_key = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
         if self.rotary is not None and self.rope is not None:
             query_key = self.rotary.rotate(query_key, angles[self.rope])
+        if self.turned_norm is not None:
+            query_key = F.rms_norm(query_key, query_key.shape[-1:], eps=self.turned_norm)
         query, key = query_key.split_with_sizes(self._query_and_key, dim=1)
+        if self.growth is not None:
+            query = (query * angles[self.growth]).to(query.dtype)
         out = self.attention(query, key, value, kv_cache, attn).reshape(-1, self._out_size)
         return self.o_proj(out if gate is None else self._gated(out, gate))
 

@@ -1,4 +1,4 @@
-"""The router of DeepSeek's models, which chooses experts among the best groups of them."""
+"""The router of DeepSeek's models and others, which chooses experts among the best groups of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class GroupedRouter(Linear):
         [T, experts_per_token]."""
         logits = self(x.float())
         scores = logits.softmax(-1) if self._routing.score == "softmax" else logits.sigmoid()
-        better = scores if self.correction is None else scores + self.correction
+        # Scores are in the order of logits, which still differ where scores are rounded to one.
+        better = logits if self.correction is None else scores + self.correction
         experts = self._of_best_groups(better).topk(self._moe.experts_per_token, dim=-1).indices
         weights = scores.gather(1, experts)
         if self._moe.renormalize:

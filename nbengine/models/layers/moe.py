@@ -56,7 +56,7 @@ class DenseExperts:
 
     def warm_up(self) -> None:
         """Compile what a step needs."""
-        self._kernels.warm_up(self.gate_up, self.down, self._moe.experts_per_token)
+        self._kernels.warm_up(self.gate_up, self.down, self._moe.experts_per_row)
 
     def slots(self, prefix: str) -> Slots:
         """Yield each expert's weights, or this worker's part of them, under the checkpoint's names."""
@@ -107,7 +107,7 @@ class Experts:
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return this worker's part of the weighted sums for tokens x [T, hidden], whose experts `chosen` and
-        their `weights` are [T, experts_per_token]."""
+        their `weights` are [T, experts_per_row]."""
         return self.blocks(x, weights, chosen if self.numbers is None else self.numbers[chosen])
 
     def slots(self, prefix: str) -> Slots:
@@ -276,4 +276,16 @@ class SparseMoeBlock:
         if not len(x):
             return x.new_empty(x.shape)
         weights, chosen = self.route(x)
-        return self.experts(x, weights, chosen)
+        return (
+            self._of_weighted(x, weights, chosen)
+            if self.moe.weighs_inputs
+            else self.experts(x, weights, chosen)
+        )
+
+    def _of_weighted(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the sums of what each expert makes of its own multiple of a token's row."""
+        rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+        out = self.experts(rows, torch.ones_like(weights).view(-1, 1), chosen.view(-1, 1))
+        # One after the other, so that a token's sum does not depend on the number of tokens.
+        first, *others = out.view(*chosen.shape, -1).unbind(1)
+        return sum(others, start=first)

@@ -133,7 +133,8 @@ def _is_plain(config: DecoderConfig) -> bool:
         config.residual_scale == 1
         and not config.rotary_interleaved
         and config.clip_qkv is None
-        and not config.qk_norm_whole
+        and not (config.qk_norm_whole or config.turned_norm)
+        and config.query_growth is None
         and None not in (config.norms.before_attention, config.norms.before_mlp)
         and config.norm_kind in ("rms", "rms_one")
     )

@@ -125,12 +125,13 @@ def test_classification_heads_give_the_labels_of_transformers(
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "llama 4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_experts_with_biases_are_summed_in_16_bits_too(
-    dtype: torch.dtype, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
+def test_experts_with_biases_or_weighted_inputs_are_summed_in_16_bits_too(
+    name: str, dtype: torch.dtype, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
 ) -> None:
-    expected = expected_of(saved(CASES["gpt-oss"], tmp_path, random_model), tokens_of(LENGTH))
-    runner = make_runner(loaded(CASES["gpt-oss"], tmp_path, load, dtype=dtype))
+    expected = expected_of(saved(CASES[name], tmp_path, random_model), tokens_of(LENGTH))
+    runner = make_runner(loaded(CASES[name], tmp_path, load, dtype=dtype))
     found = runner.step({"a": tokens_of(LENGTH)})["a"].float()
     # Logits spread by about 1.
     assert (found - expected).abs().mean() < 0.1
@@ -144,7 +145,18 @@ def test_gpt_oss_does_not_classify(tmp_path: Path, load: Any, random_model: Any)
 
 @pytest.mark.parametrize(
     "name",
-    ["mistral window", "gemma3", "phi3", "olmo2", "granite", "glm4", "deepseek v2", "deepseek v3 halves"],
+    [
+        "mistral window",
+        "gemma3",
+        "phi3",
+        "olmo2",
+        "granite",
+        "glm4",
+        "deepseek v2",
+        "deepseek v3 halves",
+        "llama 4",
+        "llama 4 without experts",
+    ],
 )
 def test_weights_that_are_rounded_to_eight_bits_stay_near(
     name: str, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
@@ -168,6 +180,7 @@ def test_weights_that_are_rounded_to_eight_bits_stay_near(
         ("gemma3", True),
         ("olmo2", False),
         ("glm4", False),
+        ("llama 4 without experts", False),
     ],
 )
 def test_steps_are_prepared_of_nothing_but_what_their_operations_do(

@@ -49,6 +49,7 @@ USUAL = [
     "llama dynamic",
     "phi3 long",
     "mixtral",
+    "llama 4",
     "gpt-oss",
     "deepseek v3",
     "qwen3.5",

@@ -101,7 +101,7 @@ def test_a_file_without_an_output_projection_has_the_embeddings_for_it(
 @pytest.mark.parametrize(
     ("name", "kind", "sizes"),
     combinations(
-        ["qwen3.5", "qwen3.5 moe", "qwen3-next", "granite 4 moe", "lfm2", "olmo", "olmo3", "glm"],
+        ["llama 4", "qwen3.5", "qwen3.5 moe", "qwen3-next", "granite 4 moe", "lfm2", "olmo", "olmo3", "glm"],
         [Kind.F32, Kind.Q8_0],
         [(2, 1), (1, 2)],
         together=1,
@@ -181,7 +181,7 @@ def test_a_ranks_value_heads_that_are_no_whole_blocks_are_dense(
         assert torch.equal(slot.tensor, own)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", ["llama 4", *RECURRENT])
 def test_a_file_comes_with_its_tokenizer_and_quantised_weights(
     name: str, tmp_path: Path, private_cache: Path, random_model: Any
 ) -> None:
@@ -228,6 +228,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", more(lfm2__attention__sliding_window=8), "lfm2.attention.sliding_window is not supported"),
     ("olmo", more(olmo__rope__dimension_count=8), "8 of 16 dimensions"),
     ("lfm2 moe", more(lfm2moe__expert_gating_func=1), "lfm2moe.expert_gating_func 1 is not supported"),
+    ("llama 4", more(llama4__expert_count=0), "models of kind 'llama4' without experts are not supported"),
+    (
+        "llama 4",
+        more(llama4__attention__sliding_window=0),
+        "llama4.attention.sliding_window is not supported",
+    ),
     ("mamba-2", more(mamba2__ssm__time_step_rank=7), r"ssm.inner_size \(128\) must be a multiple of"),
     ("qwen3.5", more(qwen35__expert_count=8), "mixture-of-experts models of kind 'qwen35'"),
 ]

@@ -55,6 +55,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek v3 latents, groups": ("DeepseekV3", {**DEEPSEEK.settings, "moe_intermediate_size": 24}),
+    "llama 4 weighted inputs, some dense": (
+        "Llama4",
+        {
+            **FAMILIES["llama 4"].settings,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_layers": [0, 1, 3],
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {

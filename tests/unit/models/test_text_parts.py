@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers_cases import LLAMA_4
 
 from nbengine.errors import ModelLoadError
-from nbengine.models.registry import DECODERS
 from tests.tools.compared_models import THROUGH_TRANSFORMERS
 from tests.unit.models.conftest import SIZES
 
@@ -58,11 +57,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3VLMoe": ({**QWEN3, **EXPERTS, "moe_intermediate_size": INNER}, DEEP),
 }
 """By the beginning of transformers' class names: settings of the text and of the images."""
+WAYS = [*((kind, "nbengine") for kind in CASES), ("Llama4", "transformers")]
+"""The kinds with the library whose layers run: the backend of transformers has the text of one."""
 
 
-@pytest.fixture(scope="module", params=CASES)
-def oracle(request: pytest.FixtureRequest) -> Any:
-    return made(request.param)
+@pytest.fixture(scope="module", params=WAYS, ids=" of ".join)
+def way(request: pytest.FixtureRequest) -> tuple[Any, str]:
+    """A model of transformers, and `model_impl`."""
+    kind, model_impl = request.param
+    return made(kind), model_impl
 
 
 def turn_experts(path: Path) -> None:
@@ -94,17 +97,17 @@ def made(kind: str) -> Any:
 
 @pytest.mark.parametrize("is_original", [True, False], ids=["as released", "as saved now"])
 def test_tokens_are_those_of_transformers(
-    oracle: Any, is_original: bool, tmp_path: Path, load: Any, make_runner: Any, compared: Any
+    way: tuple[Any, str], is_original: bool, tmp_path: Path, load: Any, make_runner: Any, compared: Any
 ) -> None:
+    oracle, model_impl = way
     oracle.save_pretrained(tmp_path, save_original_format=is_original)
-    runner = make_runner(load(tmp_path))
+    runner = make_runner(load(tmp_path, model_impl=model_impl))
     found = torch.cat([runner.step({"a": TOKENS[:20]})["a"], runner.step({"a": TOKENS[20:]})["a"]])
     with torch.inference_mode():
         expected = oracle(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
     assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()
-    has_family = type(oracle).__name__ in DECODERS
-    compared(oracle if has_family else THROUGH_TRANSFORMERS, "cut")
+    compared(oracle if model_impl == "nbengine" else THROUGH_TRANSFORMERS, "cut")
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)], ids=["TP2", "PP2"])
@@ -130,9 +133,10 @@ def test_experts_that_lie_turned_in_a_file_are_divided_among_ranks(
     compared(oracle, "tensor" if tp_size > 1 else "pipeline")
 
 
-def test_a_tensor_that_no_part_has_is_refused(oracle: Any, tmp_path: Path, load: Any) -> None:
+def test_a_tensor_that_no_part_has_is_refused(way: tuple[Any, str], tmp_path: Path, load: Any) -> None:
+    oracle, model_impl = way
     oracle.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({**weights, "model.surprise.weight": torch.ones(8)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"does not use: model\.surprise\.weight"):
-        load(tmp_path)
+        load(tmp_path, model_impl=model_impl)
