@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -49,6 +50,8 @@ from nbengine.worker.memory.kv_pages import KVPages
 from nbengine.worker.memory.layer_caches import RecurrentModel, layer_caches, tensors_among
 from nbengine.worker.memory.rehearsal import Rehearsal
 from nbengine.worker.pipeline_stage import PipelineStage
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +240,11 @@ class ModelRunner:
         inputs = decode or self._builder.build(plan)
         if self._in_flight is not None:
             self._in_flight.fill(inputs)
-        if decode is not None and self._graphs is not None:
-            step: StepOutput | None = self._graphs.run(decode, self._kv_caches)
-        else:
-            step = self._stage.forward(inputs, self._kv_caches)
+        with self._kv_pages or _NOTHING:
+            if decode is not None and self._graphs is not None:
+                step: StepOutput | None = self._graphs.run(decode, self._kv_caches)
+            else:
+                step = self._stage.forward(inputs, self._kv_caches)
         if step is None:
             self._state = ExecuteModelState(inputs, None, [], None)
             return None

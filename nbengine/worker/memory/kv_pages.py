@@ -3,6 +3,9 @@
 Taking a page means that the system clears it, which for a cache of gigabytes lasts seconds where memory has
 never been used. No request waits for that, yet soon after a start the memory is the engine's: others that ask
 what is free do not count on it.
+
+Steps go first, and the lowest priority does not see to that alone: a step's threads yield where they wait for
+each other, and each time the system may clear a whole page in between.
 """
 
 from __future__ import annotations
@@ -22,16 +25,30 @@ logger = logging.getLogger(__name__)
 _PIECE = HUGE_PAGE
 """The bytes that are taken at a time. `stop` waits for one piece, and so does a step that maps or frees memory."""
 _LOWEST_PRIORITY = 19
+PAUSE = 0.25
+"""Seconds between two pieces while steps are computed: one that memory has never been used for is cleared within 4 ms."""
 
 
 class KVPages:
-    """A thread that takes the pages of `caches`, each [2, num_blocks, ...], whose low blocks are used first."""
+    """A thread that takes the pages of `caches`, each [2, num_blocks, ...], whose low blocks are used first.
+
+    A step is computed in its context: `with pages: ...`.
+    """
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
         self._caches = list(caches)
         self._is_stopped = threading.Event()
+        self._is_held_back = False
         self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> None:
+        """Take a piece now and then only."""
+        self._is_held_back = True
+
+    def __exit__(self, *failure: object) -> None:
+        """Go on with all pieces."""
+        self._is_held_back = False
 
     def stop(self) -> None:
         """Take no more; the caches may be freed afterwards."""
@@ -47,6 +64,8 @@ class KVPages:
         # Steps go first: on Linux each thread has a priority of its own.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         for address, num_bytes in self._pieces():
+            if self._is_held_back:
+                self._is_stopped.wait(PAUSE)
             if self._is_stopped.is_set():
                 return
             if not take_pages(address, num_bytes):

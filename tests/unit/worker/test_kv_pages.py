@@ -13,6 +13,7 @@ from torch import Tensor
 from nbengine.config import EngineConfig
 from nbengine.kernels.cpu.huge_pages import can_take_pages, zeros_in_huge_pages
 from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.sampling_params import SamplingParams
 from nbengine.worker import model_runner
 from nbengine.worker.memory import kv_pages
 from nbengine.worker.memory.kv_pages import KVPages
@@ -71,6 +72,47 @@ def test_a_stopped_thread_has_ended_and_takes_no_more(monkeypatch):
 
 
 @takes_pages
+def test_while_a_step_is_computed_there_is_a_pause_before_each_piece(monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+    pieces, pauses = [], []
+
+    def take(*piece: int) -> bool:
+        pieces.append(piece)
+        started.set()
+        return go_on.wait(60)
+
+    monkeypatch.setattr(kv_pages, "take_pages", take)
+    pages = KVPages(caches(1))
+    assert started.wait(60)
+    monkeypatch.setattr(pages._is_stopped, "wait", pauses.append)
+    with pages:
+        go_on.set()
+        pages.join()
+    assert pauses == [kv_pages.PAUSE] * (len(pieces) - 1)
+    assert len(pieces) > 1
+
+
+@takes_pages
+def test_between_steps_nothing_is_waited_for(monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+    pauses = []
+
+    def take(*piece: int) -> bool:
+        started.set()
+        return go_on.wait(60)
+
+    monkeypatch.setattr(kv_pages, "take_pages", take)
+    pages = KVPages(caches(1))
+    assert started.wait(60)
+    monkeypatch.setattr(pages._is_stopped, "wait", pauses.append)
+    with pages:
+        pass
+    go_on.set()
+    pages.join()
+    assert not pauses
+
+
+@takes_pages
 def test_memory_that_runs_out_is_told_and_ends_nothing(monkeypatch, caplog):
     monkeypatch.setattr(kv_pages, "take_pages", lambda address, num_bytes: False)
     with caplog.at_level(logging.WARNING):
@@ -118,3 +160,32 @@ def test_the_pages_are_taken_when_everything_else_is_prepared(
     monkeypatch.setattr(model_runner, "KVPages", note("pages", KVPages))
     worker.initialize_kv_cache(16)
     assert order == ["prepared", "batch", "pages"]
+
+
+@takes_pages
+def test_a_step_holds_the_pages_back_while_it_is_computed(driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_computed = False
+    computed: list[bool] = []
+
+    class Noted(KVPages):
+        def __enter__(self) -> None:
+            nonlocal is_computed
+            is_computed = True
+
+        def __exit__(self, *failure: object) -> None:
+            nonlocal is_computed
+            is_computed = False
+
+    monkeypatch.setattr(model_runner, "KVPages", Noted)
+    run = driver()
+    forward = run.runner._stage.forward
+
+    def noted(*args: Any) -> Any:
+        computed.append(is_computed)
+        return forward(*args)
+
+    monkeypatch.setattr(run.runner._stage, "forward", noted)
+    run.add("0", [1, 2, 3], SamplingParams(temperature=0), max_tokens=3)
+    run.run()
+    assert computed == [True] * 3
+    assert not is_computed
