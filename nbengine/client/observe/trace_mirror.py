@@ -283,7 +283,7 @@ class TraceMirror:
             if step is None:
                 raise WireError(f"step {event.step} has an outcome and was never planned")
             for request in step.get_token:
-                # Each token comes here: a further call would take as long as all else that is done with it.
+                # Each token comes here: it is not to cost a further call.
                 if request.state != "finished":
                     if not request.num_output_tokens:
                         request.first_token_at = event.time

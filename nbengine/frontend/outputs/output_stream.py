@@ -50,7 +50,7 @@ class OutputStream:
         """
         output = self._collector.get_nowait()
         if output is not None:
-            # Each token comes here: a further call would cost it a hundredth of its time.
+            # Each token comes here: it is not to cost a further call.
             self.finished = output.finished
             if self._question is not None:
                 self._answer_question()

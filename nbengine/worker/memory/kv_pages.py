@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -25,8 +26,9 @@ logger = logging.getLogger(__name__)
 _PIECE = HUGE_PAGE
 """The bytes that are taken at a time. `stop` waits for one piece, and so does a step that maps or frees memory."""
 _LOWEST_PRIORITY = 19
-PAUSE = 0.25
-"""Seconds between two pieces while steps are computed: one that memory has never been used for is cleared within 4 ms."""
+PAUSES = 20
+"""The pause behind a piece while a step is computed, as a multiple of the processor time of its clearing, which is
+a twentieth of a core then."""
 
 
 class KVPages:
@@ -63,15 +65,18 @@ class KVPages:
     def _run(self) -> None:
         # Steps go first: on Linux each thread has a priority of its own.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        spent = 0.0
         for address, num_bytes in self._pieces():
             if self._is_held_back:
-                self._is_stopped.wait(PAUSE)
+                self._is_stopped.wait(PAUSES * spent)
             if self._is_stopped.is_set():
                 return
+            began = time.thread_time()
             if not take_pages(address, num_bytes):
                 total = sum(cache.nbytes for cache in self._caches)
                 logger.warning("memory is short: the KV cache of %s is taken as it is needed", size(total))
                 return
+            spent = time.thread_time() - began
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         halves = [half for cache in self._caches for half in cache]

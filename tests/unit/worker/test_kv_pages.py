@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from typing import Any
@@ -85,11 +86,14 @@ def test_while_a_step_is_computed_there_is_a_pause_before_each_piece(monkeypatch
     pages = KVPages(caches(1))
     assert started.wait(60)
     monkeypatch.setattr(pages._is_stopped, "wait", pauses.append)
+    seconds = itertools.count()
+    monkeypatch.setattr(kv_pages.time, "thread_time", lambda: next(seconds))
     with pages:
         go_on.set()
         pages.join()
-    assert pauses == [kv_pages.PAUSE] * (len(pieces) - 1)
-    assert len(pieces) > 1
+    assert pauses[1:] == [kv_pages.PAUSES] * (len(pieces) - 2)
+    assert len(pauses) == len(pieces) - 1
+    assert len(pieces) > 2
 
 
 @takes_pages
