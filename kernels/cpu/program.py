@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,8 +30,6 @@ WORDS = 32
 STOPPED_AT = WORDS
 """The place of the word behind an operation's arguments that is 1 when it has stopped the program, else 0."""
 _ROW = WORDS + 8
-Operations: TypeAlias = NDArray[np.int64]
-"""Some operations of a program, [n, 2]: the addresses of functions and arguments."""
 T = TypeVar("T", bound=ctypes.Structure)
 _SPINS = 4000
 """Looks at the others' arrival before the processor is given away between two looks: other processes may want
@@ -47,6 +45,22 @@ class _ProgramArguments(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in ("operations", "count", "threads", "arrivals", "give_away", "stopped")
     ]
+
+
+class Operations:
+    """Some operations of a program: `table` [n, 2] int64, the addresses of functions and arguments."""
+
+    __slots__ = ("address", "count", "table")
+
+    def __init__(self, table: NDArray[np.int64]) -> None:
+        self.table = table
+        # numpy takes long to say where an array is, which no step has to wait for.
+        self.address: int = table.ctypes.data
+        self.count = len(table)
+
+    def behind(self, place: int) -> Operations:
+        """Return what follows the operation at a place of the table."""
+        return Operations(self.table[place + 1 :])
 
 
 class Program:
@@ -76,6 +90,7 @@ class Program:
             arrivals=self._arrivals.ctypes.data,
             give_away=address_of("sched_yield"),
         )
+        self._address = ctypes.addressof(self._own)
         self._function = _compile_program()
         self._run = select_runner()
         self._finish = finish
@@ -86,7 +101,7 @@ class Program:
 
     def some(self, operations: Sequence[int]) -> Operations:
         """Return operations, given by their numbers, for `run`."""
-        return np.ascontiguousarray(self._table[list(operations)])
+        return Operations(np.ascontiguousarray(self._table[list(operations)]))
 
     def run(self, operations: Operations) -> None:
         """Run operations on torch's threads; raises what `finish` raises."""
@@ -94,16 +109,16 @@ class Program:
         own.threads = threads
         self.arguments[:, 0] = 0
         while True:
-            own.operations, own.count, own.stopped = operations.ctypes.data, len(operations), -1
+            own.operations, own.count, own.stopped = operations.address, operations.count, -1
             self._arrivals[0] = 0
-            self._run(self._function, ctypes.addressof(own), threads)
+            self._run(self._function, self._address, threads)
             if own.stopped < 0:
                 return
-            stopped = int(operations[own.stopped, 1])
+            stopped = int(operations.table[own.stopped, 1])
             ctypes.c_int64.from_address(stopped + 8 * STOPPED_AT).value = 0
             assert self._finish is not None
             self._finish(stopped)
-            operations = operations[own.stopped + 1 :]
+            operations = operations.behind(own.stopped)
 
 
 def words_of(values: ctypes.Structure, count: int = WORDS) -> NDArray[np.int64]:

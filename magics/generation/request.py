@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nbengine.errors import NBEngineError
+from nbengine.frontend.requests.output_interval import FOR_READERS
 from nbengine.frontend.requests.reasoning import ReasoningMarks
 from nbengine.magics.answers.kept import Answer
 from nbengine.magics.generation.lost import LOST, LostClient
@@ -48,10 +49,12 @@ class RequestClient(Rousable, Protocol):
         data_parallel_rank: int | None = None,
         written: Sequence[int] = (),
         transcript: str | None = None,
+        output_interval: float = 0.0,
     ) -> Collector:
         """Send a request, to one engine core of several where a rank is given, to go on behind `written`.
 
-        With `transcript`, the prompt as it was typed, the engine keeps the answer.
+        With `transcript`, the prompt as it was typed, the engine keeps the answer. It may hold tokens for
+        `output_interval` seconds.
         """
 
     def read_transcripts(self, request_ids: Iterable[str]) -> None:
@@ -136,6 +139,7 @@ class Request:
             data_parallel_rank=self._rank,
             written=self._written,
             transcript=result.prompt if kept else None,
+            output_interval=FOR_READERS,
         )
         self.collector.on_prompt_progress = self._note_progress
         result.request_id = self.collector.request_id

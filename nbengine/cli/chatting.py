@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from nbengine.errors import InvalidArgumentError, NBEngineError, RequestError, did_you_mean
 from nbengine.frontend.async_llm import AsyncLLM
+from nbengine.frontend.requests.output_interval import FOR_READERS
 from nbengine.magics.conversations.conversation import Conversation, Exchange
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
@@ -93,7 +94,7 @@ class Chat:
         defaults = {"max_tokens": MAX_TOKENS, **self.llm.default_sampling_params(), **self.sampling}
         params = SamplingParams(**defaults, output_kind=RequestOutputKind.DELTA)
         prompt = self.llm.render_chat(messages)
-        collector = self.llm.submit(prompt, params)
+        collector = self.llm.submit(prompt, params, output_interval=FOR_READERS)
         writer = _Writer(self.out)
         while not writer.finish_reason:
             try:

@@ -47,6 +47,7 @@ from nbengine.frontend.progress_line import start_progress
 from nbengine.frontend.requests.beside_loop import beside_loop
 from nbengine.frontend.requests.continuation import Continuation
 from nbengine.frontend.requests.input_processor import PromptType, prompt_text
+from nbengine.frontend.requests.output_interval import checked_interval
 from nbengine.frontend.requests.prompting import Prompting
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.ipc.messages import EngineCoreRequest
@@ -212,6 +213,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         written: Sequence[int] = (),
         transcript: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        output_interval: float = 0.0,
     ) -> RequestOutputCollector:
         """Send a request and return the collector of its outputs. Safe on any thread; does not wait, except
         to tokenize the prompt.
@@ -233,12 +235,15 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
                 reader.
             trace_headers: the headers with which the request came; a `RequestTracer` makes it part of the trace
                 that they name.
+            output_interval: seconds for which the engine may hold tokens, to send them together, which leaves
+                more of the processor to steps; the first token and the end are sent at once.
 
         Raises:
             InvalidArgumentError, NotSupportedError: the request is not possible.
             EngineDeadError, LeaseExpiredError: the engine cannot be reached.
         """
-        prepared = self._prepare(
+        interval = checked_interval(output_interval)
+        request, continuation, collector = self._prepare(
             prompt,
             sampling_params,
             request_id,
@@ -248,7 +253,8 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
             transcript=transcript,
             trace_headers=trace_headers,
         )
-        return self._send(prompt, *prepared)
+        request.output_interval = max(request.output_interval, interval)
+        return self._send(prompt, request, continuation, collector)
 
     def _prepare(
         self,

@@ -118,6 +118,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The mark of a request whose output is kept; None: it is not kept."""
     reasoning: ReasoningTokens | None = None
     """The bounds of its reasoning, for a request with a grammar or a `thinking_budget`."""
+    output_interval: float = 0.0
+    """Seconds for which tokens may be held, to be told together; the first one and the end are told at once."""
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, gc=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -68,11 +68,12 @@ class SamplingMetadata:
     penalties: PenaltyRows | None = None
     logprobs: LogprobRows | None = None
 
-    @property
-    def changes_logits(self) -> bool:
-        """Return whether some row's logits are changed before it is sampled."""
+    changes_logits: bool = field(init=False)
+    """Some row's logits are changed before it is sampled."""
+
+    def __post_init__(self) -> None:
         parts = (self.allowed, self.banned, self.bias, self.penalties)
-        return any(part is not None for part in parts)
+        object.__setattr__(self, "changes_logits", any(part is not None for part in parts))
 
     @property
     def asks_more(self) -> bool:

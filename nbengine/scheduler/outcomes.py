@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from nbengine.errors import NBEngineError
@@ -100,6 +102,30 @@ class RequestOutcomes(SchedulerState):
             request.num_cached_tokens,
             error,
         )
+
+    def take_held(self) -> dict[int, EngineCoreOutputs]:
+        """Return by client index the outputs that are held: no step is to follow that would tell them."""
+        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        self._tell_held(outputs, self.requests)
+        return self._by_client(outputs, self.clock())
+
+    def _tell_held(
+        self, outputs: defaultdict[int, list[EngineCoreOutput]], request_ids: Iterable[str]
+    ) -> None:
+        """Add to the outputs what is held of some requests: they may not run soon."""
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None and request.held_output is not None:
+                outputs[request.client_index].append(request.held_output)
+                request.held_output = None
+
+    def _by_client(
+        self, outputs: Mapping[int, list[EngineCoreOutput]], timestamp: float
+    ) -> dict[int, EngineCoreOutputs]:
+        return {
+            client: EngineCoreOutputs(self.engine_index, client_outputs, timestamp=timestamp)
+            for client, client_outputs in outputs.items()
+        }
 
     def _take_drafts(self, draft_token_ids: dict[str, list[int]], step: int) -> None:
         for request_id, drafts in draft_token_ids.items():

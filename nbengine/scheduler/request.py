@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbengine.errors import RequestError
+from nbengine.ipc.merged_output import merge, own_copy
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
+    EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
     TranscriptMark,
@@ -75,6 +77,7 @@ class Request:
         "fork",
         "grammar",
         "has_stop_string",
+        "held_output",
         "last_step",
         "made_states",
         "max_total_tokens",
@@ -92,6 +95,7 @@ class Request:
         "num_tokens",
         "number",
         "order",
+        "output_interval",
         "pooling_params",
         "priority",
         "prompt_embeds",
@@ -108,6 +112,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "tell_at",
         "transcript",
     )
 
@@ -127,6 +132,7 @@ class Request:
         content_digests: Sequence[bytes] = (),
         transcript: TranscriptMark | None = None,
         received_at: float = math.nan,
+        output_interval: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.client_index = client_index
@@ -145,6 +151,12 @@ class Request:
         self.has_stop_string = False
         """True if its client has found a stop string in the output, and ends it for that."""
         self.events: list[EngineCoreEvent] | None = None
+        self.held_output: EngineCoreOutput | None = None
+        """The tokens that its client has not been told."""
+        self.output_interval = output_interval
+        """Seconds for which tokens may be held."""
+        self.tell_at = 0.0
+        """Time on the scheduler's clock from which nothing is held."""
         self.transcript = transcript
         """The mark of a request whose transcript is kept: such a request goes to
         `SchedulerState.ended_for_transcripts` when it has ended."""
@@ -245,6 +257,7 @@ class Request:
             content_digests=digests,
             transcript=request.transcript,
             received_at=received_at,
+            output_interval=request.output_interval,
         )
 
     def _set_limits(self, params: SamplingParams) -> None:
@@ -271,6 +284,28 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """Return a copy of the tokens sampled so far."""
         return self.all_token_ids[self.num_prompt_tokens :]
+
+    def told(self, output: EngineCoreOutput, now: float) -> EngineCoreOutput | None:
+        """Return what the client is told when a step has this outcome; None: it is held.
+
+        Each message takes time of two processes, which is then missing where steps are computed.
+        """
+        if not self.output_interval:
+            return output
+        if now < self.tell_at and output.finish_reason is None and output.events is None:
+            self.held_output = self.with_held(output)
+            return None
+        # Requests of one interval are told in the same steps.
+        self.tell_at = (now // self.output_interval + 1) * self.output_interval
+        told, self.held_output = self.with_held(output), None
+        return told
+
+    def with_held(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Return an output together with what is held."""
+        if self.held_output is None:
+            return own_copy(output)
+        merge(self.held_output, output)
+        return self.held_output
 
     def record_event(self, kind: EngineCoreEventType, timestamp: float) -> None:
         """Note an event, which the request's next output carries."""

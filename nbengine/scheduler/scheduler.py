@@ -351,6 +351,7 @@ class Scheduler(RequestOutcomes):
         drafts = scheduler_output.scheduled_spec_decode_tokens
         faults = model_runner_output.faults
         logprobs, prompt_logprobs = model_runner_output.logprobs, model_runner_output.prompt_logprobs
+        timestamp = self.clock()
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request_id, new_token_ids in zip(
             model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True
@@ -378,17 +379,16 @@ class Scheduler(RequestOutcomes):
                 output.new_logprobs = logprobs.get(request_id)
             if prompt_logprobs is not None:
                 output.new_prompt_logprobs = prompt_logprobs.get(request_id)
-            outputs[request.client_index].append(output)
+            if (told := request.told(output, timestamp)) is not None:
+                outputs[request.client_index].append(told)
         if model_runner_output.draft_token_ids is not None:
             self._take_drafts(model_runner_output.draft_token_ids, step)
         self.meter.num_generation_tokens += num_tokens
         if self.observer is not None:
             self.observer.settled()
-        timestamp = self.clock()
-        by_client = {
-            client: EngineCoreOutputs(self.engine_index, client_outputs, timestamp=timestamp)
-            for client, client_outputs in outputs.items()
-        }
+        if scheduler_output.preempted_req_ids:
+            self._tell_held(outputs, scheduler_output.preempted_req_ids)
+        by_client = self._by_client(outputs, timestamp)
         if self._ended_by_client:
             self._tell_ended(by_client, timestamp)
         if scheduler_output.incomplete_req_ids:

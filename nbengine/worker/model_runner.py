@@ -287,8 +287,9 @@ class ModelRunner:
         self._allocations.put_faults(output)
         if self._in_flight is not None:
             return self._in_flight.start(inputs, sampled, wanted, output)
-        # This is the one thing for which a GPU's step waits: what comes after it has been computed too.
-        sampled = replace(sampled, token_ids=sampled.token_ids.cpu(), masses=sampled.masses.cpu())
+        if self._device.type != "cpu":
+            # This is the one thing for which a GPU's step waits: what comes after it has been computed too.
+            sampled = replace(sampled, token_ids=sampled.token_ids.cpu(), masses=sampled.masses.cpu())
         self._batch.append(inputs.sampled_rows, sampled.token_ids.numpy())
         fill_output(output, inputs, sampled, wanted)
         return output

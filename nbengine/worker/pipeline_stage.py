@@ -34,7 +34,8 @@ class PipelineStage:
     def forward(self, inputs: StepInputs, kv_caches: list[Tensor]) -> StepOutput | None:
         """Return the outcome for all tokens, after the final norm; None where hidden states have been sent on to
         the next stage."""
-        self._parallel.dp.begin_step(len(inputs.input_ids))
+        if self._parallel.dp.size > 1:
+            self._parallel.dp.begin_step(len(inputs.input_ids))
         output = self._model.step(
             inputs.input_ids, inputs.positions, kv_caches, inputs.attention, self._embeds(inputs)
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from nbengine.frontend.control import Control, ControlOf
 from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.requests.output_interval import FOR_READERS
 from nbengine.magics.generation.request import Origin
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.tokens.branching import BranchTree
@@ -108,7 +109,9 @@ class HandDrivenClient:
         data_parallel_rank: int | None = None,
         written: Sequence[int] = (),
         transcript: str | None = None,
+        output_interval: float = 0.0,
     ) -> RequestOutputCollector:
+        assert output_interval == FOR_READERS
         assert transcript == "the prompt"
         if self.refusal is not None:
             raise self.refusal

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nbengine.engine.core.work import failure
-from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, LogprobsLists, UtilityOutput
+from nbengine.ipc.merged_output import merge, own_copy
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, UtilityOutput
 
 if TYPE_CHECKING:
     from nbengine.ipc.serial import Buffer
@@ -153,49 +154,12 @@ def _add_output(segment: _Merged, output: EngineCoreOutput) -> None:
     segment.num_bytes += _contents_bytes(output)
     older = segment.latest.get(output.request_id)
     if older is not None and not older.finished:
-        _merge(older, output)
+        merge(older, output)
         return
     segment.num_bytes += _OUTPUT_BYTES
-    # Copied, because others may still hold the lists, and the merge changes them.
-    own = msgspec.structs.replace(
-        output,
-        new_token_ids=output.new_token_ids.copy(),
-        new_logprobs=_copied(output.new_logprobs),
-        new_prompt_logprobs=_copied(output.new_prompt_logprobs),
-    )
+    own = own_copy(output)
     segment.latest[output.request_id] = own
     segment.outputs.outputs.append(own)
-
-
-def _merge(older: EngineCoreOutput, newer: EngineCoreOutput) -> None:
-    older.new_token_ids.extend(newer.new_token_ids)
-    older.finish_reason = newer.finish_reason
-    older.stop_reason = newer.stop_reason
-    older.error = newer.error
-    older.num_cached_tokens = newer.num_cached_tokens
-    if newer.events:
-        older.events = [*(older.events or ()), *newer.events]
-    older.new_logprobs = _joined(older.new_logprobs, newer.new_logprobs)
-    older.new_prompt_logprobs = _joined(older.new_prompt_logprobs, newer.new_prompt_logprobs)
-    if newer.pooling_output is not None:
-        older.pooling_output = newer.pooling_output
-
-
-def _copied(logprobs: LogprobsLists | None) -> LogprobsLists | None:
-    if logprobs is None:
-        return None
-    return LogprobsLists(
-        logprobs.logprob_token_ids.copy(), logprobs.logprobs.copy(), logprobs.sampled_token_ranks.copy()
-    )
-
-
-def _joined(older: LogprobsLists | None, newer: LogprobsLists | None) -> LogprobsLists | None:
-    if older is None or newer is None:
-        return older or _copied(newer)
-    older.logprob_token_ids.extend(newer.logprob_token_ids)
-    older.logprobs.extend(newer.logprobs)
-    older.sampled_token_ranks.extend(newer.sampled_token_ranks)
-    return older
 
 
 def _contents_bytes(output: EngineCoreOutput) -> int:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATS_INTERVAL = 0.02
+STATS_INTERVAL = 0.05
 """Most seconds between two reports of an engine core that is busy, unless the number of its requests changes."""
 METER_INTERVAL = 0.1
 """Least seconds between two reports of what requests have taken, while there are unfinished requests."""
@@ -186,6 +186,8 @@ class EngineCoreProc(EngineCore):
         """Return when a step is due, having waited for work if there was none."""
         while not (self._lanes or self.has_work()) and self.shutdown_state is EngineShutdownState.RUNNING:
             self._drop_aborts()
+            if self.scheduler.requests:
+                self._send_outputs(self.scheduler.take_held())
             if self._stats_are_stale or self.trace.has_events or self.scheduler.meter.has_news:
                 self._publish_stats(at_rest=True)
             self._activity.begin("idle")
@@ -225,11 +227,8 @@ class EngineCoreProc(EngineCore):
 
     def _drop_aborts(self) -> None:
         """Forget the eager aborts of an idle engine: all of them are in the input queue, too."""
-        try:
-            while True:
-                self.aborts_queue.get_nowait()
-        except Empty:
-            return
+        while not self.aborts_queue.empty():
+            self.aborts_queue.get_nowait()
 
     def _process_engine_step(self) -> None:
         if not self._step() and self.has_work():

@@ -19,6 +19,7 @@ from nbengine.errors import (
 )
 from nbengine.frontend.requests.continuation import Continuation, continued
 from nbengine.frontend.requests.generation_defaults import GenerationDefaults
+from nbengine.frontend.requests.output_interval import default_interval
 from nbengine.frontend.requests.pooling_inputs import PoolingInputs
 from nbengine.frontend.requests.prompt_embeds import checked_embeds
 from nbengine.frontend.requests.prompt_length import PromptLimit, TextEncoder
@@ -180,6 +181,7 @@ class InputProcessor:
             priority=self._checked_priority(priority),
             data_parallel_rank=data_parallel_rank,
             reasoning=reasoning,
+            output_interval=0.0 if sampling is None else default_interval(sampling),
         )
 
     def continue_answer(self, request: EngineCoreRequest, written: Sequence[int]) -> Continuation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.cpu.backend import CpuKernels
-from nbengine.kernels.cpu.layout import AttentionArguments
+from nbengine.kernels.cpu.layout import DECODE_PART, AttentionArguments
 from nbengine.kernels.cpu.program import Operations, Program, places_of
 from nbengine.kernels.cpu.write_kv import WriteArguments
 from nbengine.models.layers.basic import RMSNorm
@@ -31,9 +32,23 @@ from nbengine.models.step_output import StepOutput
 if TYPE_CHECKING:
     from nbengine.models.prepared.model import PreparedModel
 
+MOST_LOGITS = 64
+"""Rows of logits that a prepared step computes: with more, the calls around the product take little of the time,
+and the logits much memory."""
 _ITEMS, _TOKENS = 1, 2
 """The places of the number of items and of tokens among an operation's arguments."""
 _ATTEND_AT, _WRITE_AT = places_of(AttentionArguments), places_of(WriteArguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """The outcome of a step of some number of tokens, where the next one overwrites it."""
+
+    output: StepOutput
+    ids: memoryview
+    """The place of each row's largest logit, negative where some logit is not finite."""
+    is_padded: bool
+    """The rows of logits are longer than the vocabulary, since the ranks do not divide it."""
 
 
 class StepProgram:
@@ -88,7 +103,19 @@ class StepProgram:
         self._recurrent = RecurrentGroup(mixers, operations.states, self._program) if mixers else None
         self._kv_caches: list[Any] = []
         self._runs: dict[tuple[bool, bool, bool], list[Operations]] = {}
-        self._outputs: dict[int, StepOutput] = {}
+        self._outputs: dict[int, _Outputs] = {}
+        self._taken: tuple[AttentionMetadata, Tensor, Tensor] | None = None
+        """The inputs whose places the operations have."""
+
+    def fits(self, attn: AttentionMetadata) -> bool:
+        """Return whether this program can run a step, on as many threads as torch has now."""
+        size, tokens = self.size, attn.num_tokens
+        return (
+            tokens <= size.tokens
+            and _num_items(attn) <= size.items
+            and _num_logits(attn) <= size.logits
+            and self.num_threads == torch.get_num_threads()
+        )
 
     def set_hidden(self, x: Tensor) -> None:
         """Begin with hidden states x [T, hidden]."""
@@ -110,11 +137,10 @@ class StepProgram:
         if attn.num_tokens != self._num_tokens:
             self._set_tokens(attn.num_tokens)
         has_others = attn.num_decodes < attn.num_reqs
-        ids = input_ids.data_ptr() if self.embeds else 0
-        for group in self._groups:
-            own = groups[group.cache_group]
-            group.take_in(own, ids, positions)
-            if has_others:
+        self._take_in(attn, input_ids, positions, groups)
+        if has_others:
+            for group in self._groups:
+                own = groups[group.cache_group]
                 group.plan_prefill(own, self._program, self._functions.prefill_shape, self._kv_heads)
         has_logits = self._head is not None and not has_others and attn.num_tokens <= self.size.logits
         if self._recurrent is not None:
@@ -127,24 +153,37 @@ class StepProgram:
             on_layers(len(self._operations.layers))
         return self._output(attn.num_tokens, has_logits)
 
+    def _take_in(
+        self, attn: AttentionMetadata, input_ids: Tensor, positions: Tensor, groups: Sequence[Any]
+    ) -> None:
+        """Tell the operations where a step's inputs lie. Those of the steps that there are most of come as the same
+        objects, with other contents."""
+        taken = self._taken
+        if taken is not None and taken[0] is attn and taken[1] is input_ids and taken[2] is positions:
+            return
+        self._taken = attn, input_ids, positions
+        ids = input_ids.data_ptr() if self.embeds else 0
+        for group in self._groups:
+            group.take_in(groups[group.cache_group], ids, positions)
+
     def _output(self, tokens: int, has_logits: bool) -> StepOutput:
         if not has_logits:
             return StepOutput(self._hidden[:tokens])
-        output = self._outputs.get(tokens)
-        if output is None:
-            buffers = self._buffers
-            output = self._outputs[tokens] = StepOutput(
-                self._hidden[:tokens],
-                buffers.logits[:tokens, : self._vocab_size],
-                (buffers.ids[:tokens], buffers.values[:tokens]),
-            )
-        assert output.logits is not None
-        assert output.largest is not None
-        # There is padding where the ranks do not divide the vocabulary.
-        logits = output.logits.contiguous()
-        if output.largest[0].numpy().min() < 0:
-            return StepOutput(output.hidden, logits)
-        return output if logits is output.logits else StepOutput(output.hidden, logits, output.largest)
+        made = self._outputs.get(tokens)
+        if made is None:
+            made = self._outputs[tokens] = self._outputs_of(tokens)
+        output = made.output
+        largest = output.largest if min(made.ids) >= 0 else None
+        if made.is_padded:
+            assert output.logits is not None
+            return StepOutput(output.hidden, output.logits.contiguous(), largest)
+        return output if largest is not None else StepOutput(output.hidden, output.logits)
+
+    def _outputs_of(self, tokens: int) -> _Outputs:
+        buffers = self._buffers
+        logits, ids = buffers.logits[:tokens, : self._vocab_size], buffers.ids[:tokens]
+        output = StepOutput(self._hidden[:tokens], logits, (ids, buffers.values[:tokens]))
+        return _Outputs(output, ids.numpy().data, not logits.is_contiguous())
 
     def _run_of(self, has_decodes: bool, has_others: bool, has_logits: bool) -> list[Operations]:
         """Return the operations of a kind of step: all at once, or layer by layer where that takes long."""
@@ -184,6 +223,19 @@ class StepProgram:
         ):
             words[places, at["key_cache"]] = keys
             words[places, at["value_cache"]] = values
+
+
+def size_of(attn: AttentionMetadata) -> StepSize:
+    """Return the size that a program needs for a step."""
+    return StepSize(attn.num_tokens, _num_items(attn), _num_logits(attn))
+
+
+def _num_items(attn: AttentionMetadata) -> int:
+    return attn.num_decodes * -(-attn.max_seq_len // DECODE_PART)
+
+
+def _num_logits(attn: AttentionMetadata) -> int:
+    return attn.num_tokens if attn.num_decodes == attn.num_reqs and attn.num_tokens <= MOST_LOGITS else 0
 
 
 def _attention_of(

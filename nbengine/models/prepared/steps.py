@@ -29,13 +29,8 @@ from nbengine.models.step_output import StepOutput
 
 if TYPE_CHECKING:
     from nbengine.kernels.cpu.backend import CpuKernels
-    from nbengine.models.prepared.buffers import StepSize
     from nbengine.models.prepared.model import PreparedModel
     from nbengine.models.prepared.program import StepProgram
-
-MOST_LOGITS = 64
-"""Rows of logits that a prepared step computes: with more, the calls around the product take little of the time,
-and the logits much memory."""
 
 GATED = ("silu", "gelu_tanh")
 """The activations of feed-forward blocks that the operations know."""
@@ -99,31 +94,19 @@ class PreparedSteps:
         self._program = None
 
     def _program_for(self, attn: AttentionMetadata, kv_cache: Tensor) -> StepProgram:
-        # Models on other devices do without llvmlite.
-        from nbengine.models.prepared.program import StepProgram
-
-        program, size = self._program, _size_of(attn)
-        if (
-            program is not None
-            and program.num_threads == torch.get_num_threads()
-            and program.size.holds(size)
-        ):
+        program = self._program
+        if program is not None and program.fits(attn):
             return program
+        # Models on other devices do without llvmlite.
+        from nbengine.models.prepared.program import StepProgram, size_of
+
+        size = size_of(attn)
         kernels: CpuKernels = attn.kernels  # type: ignore[assignment]
         grown = size if program is None else program.size
         # The old one's memory is given back first.
         self._program = program = None
         self._program = StepProgram(self._model, grown.grown_for(size), kernels, kv_cache)
         return self._program
-
-
-def _size_of(attn: AttentionMetadata) -> StepSize:
-    from nbengine.kernels.cpu.layout import DECODE_PART
-    from nbengine.models.prepared.buffers import StepSize
-
-    items = attn.num_decodes * -(-attn.max_seq_len // DECODE_PART)
-    logits = attn.num_tokens if attn.num_decodes == attn.num_reqs and attn.num_tokens <= MOST_LOGITS else 0
-    return StepSize(attn.num_tokens, items, logits)
 
 
 def _is_plain(config: DecoderConfig) -> bool:

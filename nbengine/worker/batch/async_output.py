@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Protocol
 
 import numpy as np
@@ -187,12 +188,14 @@ def fill_output(
     A request that had nothing to sample from, or has a fault already, gets no token.
     """
     places = inputs.sampled.tolist()
-    masses = sampled.masses.numpy()
-    if not np.isfinite(masses).all():
+    # A step has few rows, and the first calls of numpy after a model has run take long.
+    masses = sampled.masses.tolist()
+    if not all(map(isfinite, masses)):
         faults = output.faults = output.faults or {}
-        for member in np.flatnonzero(~np.isfinite(masses)).tolist():
-            fault = Fault.NOTHING_ALLOWED if masses[member] == -np.inf else Fault.NOT_FINITE
-            faults.setdefault(inputs.req_ids[places[member]], fault)
+        for place, mass in zip(places, masses, strict=True):
+            if not isfinite(mass):
+                fault = Fault.NOTHING_ALLOWED if mass == -inf else Fault.NOT_FINITE
+                faults.setdefault(inputs.req_ids[place], fault)
     for place, token in zip(places, sampled.token_ids.tolist(), strict=True):
         output.sampled_token_ids[place].append(token)
     for req_id in output.faults or ():

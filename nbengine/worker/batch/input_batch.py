@@ -93,6 +93,7 @@ class InputBatch:
         self._num_tables = num_tables
         self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
         self.rows = np.zeros(max_num_reqs, _ROW)
+        self._num_tokens, self._num_computed = self.rows["num_tokens"], self.rows["num_computed_tokens"]
         self.req_ids: list[str] = []
         self.row_of: dict[str, int] = {}
         tokens = RowTokens(self.token_ids, self.rows["num_tokens"], self.rows["num_prompt_tokens"])
@@ -133,9 +134,7 @@ class InputBatch:
 
     def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Append one sampled token to each of `rows`."""
-        num_tokens = self.rows["num_tokens"]
-        self.token_ids[rows, num_tokens[rows]] = token_ids
-        num_tokens[rows] += 1
+        self.token_ids[rows, self.append_unknown(rows)] = token_ids
         self.sampling.append(rows, token_ids)
 
     def append_on_device(self, token_ids: Tensor) -> None:
@@ -146,9 +145,8 @@ class InputBatch:
 
     def append_unknown(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Count one sampled token in each of `rows`, and return their positions, for `fill_in`."""
-        num_tokens = self.rows["num_tokens"]
-        positions: NDArray[np.int64] = num_tokens[rows]
-        num_tokens[rows] += 1
+        positions: NDArray[np.int64] = self._num_tokens[rows]
+        self._num_tokens[rows] = positions + 1
         return positions
 
     def fill_in(
@@ -181,11 +179,15 @@ class InputBatch:
             self._add(req_id, self._preempted.pop(req_id))
         if cached.new_token_ids and not self._is_sampled:
             self._extend_tokens(cached.new_token_ids)
-        rows = np.fromiter(map(self.row_of.__getitem__, cached.req_ids), np.int64, len(cached.req_ids))
-        self.rows["num_computed_tokens"][rows] = cached.num_computed_tokens
-        for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
+        row_of = self.row_of
+        # Most steps are of all requests, in the order of their rows.
+        rows: slice | NDArray[np.int64] = slice(len(cached.req_ids))
+        if cached.req_ids != self.req_ids:
+            rows = np.fromiter(map(row_of.__getitem__, cached.req_ids), np.int64, len(cached.req_ids))
+        self._num_computed[rows] = cached.num_computed_tokens
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids:
-                self._extend_blocks(row, block_ids)
+                self._extend_blocks(row_of[req_id], block_ids)
 
     def _extend_tokens(self, new_token_ids: Mapping[str, Sequence[int]]) -> None:
         rows = np.fromiter(map(self.row_of.__getitem__, new_token_ids), np.int64, len(new_token_ids))

@@ -78,6 +78,23 @@ async def test_a_stream_brings_every_token_once_and_in_order(llm: AsyncLLM) -> N
     await stream.aclose()
 
 
+async def test_tokens_of_an_interval_come_together(llm: AsyncLLM) -> None:
+    collector = llm.submit(tokens(10), params(output_kind=DELTA), output_interval=60)
+    parts: list[list[int]] = []
+    finished = False
+    while not finished:
+        output = await collector.get()
+        parts.append(output.outputs[0].token_ids)
+        finished = output.finished
+    assert [token for part in parts for token in part] == list(range(11, 31))
+    assert parts[0] == [11]
+    # An interval may end in between.
+    assert len(parts) <= 3
+    for wrong in (-1, 61, float("nan")):
+        with pytest.raises(InvalidArgumentError, match="output_interval"):
+            llm.submit(tokens(10), params(), output_interval=wrong)
+
+
 async def test_many_requests_share_the_engine(llm: AsyncLLM) -> None:
     firsts = list(range(1, 61))
     results = await asyncio.gather(*(collect(llm, first, params(output_kind=DELTA)) for first in firsts))

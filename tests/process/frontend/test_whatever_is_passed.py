@@ -25,7 +25,7 @@ POOLED: dict[str, Any] = {"prompt": "x", "pooling_params": None, "request_id": N
 CALLS: dict[str, dict[str, Any]] = {
     "generate": {**SENT, "on_prompt_progress": None},
     "open_stream": {**SENT, "on_prompt_progress": None},
-    "submit": {**SENT, "written": ()},
+    "submit": {**SENT, "written": (), "output_interval": 0.0},
     "encode": {**POOLED, "pooling_params": PoolingParams()},
     "embed": POOLED,
     "submit_pooling": POOLED,

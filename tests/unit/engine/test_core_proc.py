@@ -55,9 +55,15 @@ class Rig:
         handshake = EngineHandshakeMetadata("", "inproc://coordinator")
         self.core = EngineCoreProc(config, FakeExecutor, 2, self.context, self.control, handshake)
 
-    def add(self, request_id: str, client_index: int = 1, max_tokens: int = 5) -> None:
+    def add(
+        self, request_id: str, client_index: int = 1, max_tokens: int = 5, output_interval: float = 0.0
+    ) -> None:
         request = EngineCoreRequest(
-            request_id, [1], SamplingParams(max_tokens=max_tokens), client_index=client_index
+            request_id,
+            [1],
+            SamplingParams(max_tokens=max_tokens),
+            client_index=client_index,
+            output_interval=output_interval,
         )
         self.core.input_queue.put(AddRequest(*self.core.preprocess_add_request(request)))
 
@@ -200,6 +206,34 @@ def test_a_sleeping_core_that_leaves_hands_back_what_waits_and_aborts_what_it_ca
     rig.core.run_busy_loop()
     outputs = [output for _, batch in rig.outputs() for output in batch.outputs]
     assert [(o.request_id, o.finish_reason) for o in outputs[-1:]] == [("runs", FinishReason.ABORT)]
+
+
+def told(rig: Rig) -> list[tuple[str, int, FinishReason | None]]:
+    """Take what clients are told: requests, with the number of tokens and the end."""
+    outputs = [output for _, batch in rig.outputs() for output in batch.outputs]
+    return [(each.request_id, len(each.new_token_ids), each.finish_reason) for each in outputs]
+
+
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_tokens_that_are_held_are_told_before_the_core_rests(rig: Rig, clear_cache: bool) -> None:
+    rig.add("r", max_tokens=9, output_interval=1e9)
+    rig.core._process_input_queue()
+    for _ in range(3):
+        rig.core._process_engine_step()
+    assert told(rig) == [("r", 1, None)]
+    rig.core.call_utility("pause_generation", ["keep", clear_cache])
+    while rig.core.has_work():
+        rig.core._process_engine_step()
+    rig.core.input_queue.put(UtilityRequest(1, 5, "resume_generation", []))
+    rig.core._process_input_queue()
+    assert told(rig)[0] == ("r", 2, None)
+    rig.core._process_engine_step()
+    # A request that was preempted tells that with its next token.
+    assert told(rig) == ([("r", 1, None)] if clear_cache else [])
+    rig.core._process_engine_step()
+    rig.core.abort_all("enough")
+    rig.core._send_unsent_outputs()
+    assert told(rig) == [("r", 1 if clear_cache else 2, FinishReason.ABORT)]
 
 
 def test_an_end_at_once_comes_before_leaving(rig: Rig) -> None:
@@ -476,6 +510,7 @@ def test_what_requests_take_is_told_when_it_has_changed_and_not_with_each_step(
     now = [100.0]
     monkeypatch.setattr(core_proc.time, "monotonic", lambda: now[0])
     core, interval = rig.core, core_proc.METER_INTERVAL
+    monkeypatch.setattr(core, "stats_interval", interval / 5)
     rig.add("a", max_tokens=4)
     core._process_input_queue()
     told = []

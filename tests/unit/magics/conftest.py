@@ -29,6 +29,7 @@ from nbengine.frontend.parsing.answer_parser import AnswerReading
 from nbengine.frontend.parsing.formats import AnswerFormat
 from nbengine.frontend.parsing.reading import answer_of
 from nbengine.frontend.parsing.reasoning.families import Qwen3ReasoningParser
+from nbengine.frontend.requests.output_interval import FOR_READERS
 from nbengine.frontend.requests.reasoning import reasoning_marks
 from nbengine.ipc.control_messages import EngineReady, HistoryPage, Progress, ReadHistory
 from nbengine.ipc.liveness import this_process
@@ -136,7 +137,9 @@ class FakeClient:
         data_parallel_rank: int | None = None,
         transcript: str | None = None,
         written: Sequence[int] = (),
+        output_interval: float = 0.0,
     ) -> RequestOutputCollector:
+        assert output_interval == FOR_READERS
         if self.refusal is not None:
             raise self.refusal
         self.labels.append(transcript)

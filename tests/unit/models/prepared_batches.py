@@ -26,7 +26,7 @@ from nbengine.models.checkpoints.loader import load_decoder
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.gated_delta_net import RecurrentState
 from nbengine.models.layers.weights import PackedFormats
-from nbengine.models.prepared.steps import MOST_LOGITS
+from nbengine.models.prepared.program import MOST_LOGITS
 from nbengine.models.registry import decoder_config
 from nbengine.models.step_output import StepOutput
 from nbengine.runtime.progress import Reporter
