@@ -148,7 +148,7 @@ PLANTED = (
         (),
         100,
         ("waiting for an answer",),
-        first=200,
+        first=400,
     ),
     Planted(
         "cores-that-remove-nothing",
