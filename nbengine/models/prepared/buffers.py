@@ -22,10 +22,6 @@ class StepSize:
     items: int
     logits: int
 
-    def holds(self, other: StepSize) -> bool:
-        """Return whether nothing of `other` is larger."""
-        return self.tokens >= other.tokens and self.items >= other.items and self.logits >= other.logits
-
     def grown_for(self, other: StepSize) -> StepSize:
         """Return the powers of two that hold both, so that memory grows only a few times."""
         pairs = ((self.tokens, other.tokens), (self.items, other.items), (self.logits, other.logits))
