@@ -5,7 +5,8 @@ each, the threads meet: a thread counts itself as arrived, and waits until all h
 takes a microsecond, where a call from Python takes five.
 
 An operation that waits for another process may give up for now: it stops the program. The threads leave, Python
-finishes the operation, and the program goes on behind it.
+finishes the operation, and the program goes on behind it. In a program that is finished by nobody, an operation that
+stops it ends the run.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ class Program:
         """Return operations, given by their numbers, for `run`."""
         return Operations(np.ascontiguousarray(self._table[list(operations)]))
 
-    def run(self, operations: Operations) -> None:
-        """Run operations on torch's threads; raises what `finish` raises."""
+    def run(self, operations: Operations) -> int:
+        """Run operations on torch's threads, and return the place of the one that has ended the run, or their
+        number; raises what `finish` raises."""
         own, threads = self._own, torch.get_num_threads()
         own.threads = threads
         self.arguments[:, 0] = 0
@@ -113,10 +115,11 @@ class Program:
             self._arrivals[0] = 0
             self._run(self._function, self._address, threads)
             if own.stopped < 0:
-                return
+                return operations.count
             stopped = int(operations.table[own.stopped, 1])
             ctypes.c_int64.from_address(stopped + 8 * STOPPED_AT).value = 0
-            assert self._finish is not None
+            if self._finish is None:
+                return int(own.stopped)
             self._finish(stopped)
             operations = operations.behind(own.stopped)
 

@@ -146,6 +146,14 @@ class Executor(ABC):
         the workers fill them in."""
         return False
 
+    @property
+    def most_steps(self) -> int:
+        """Return how many steps a plan may ask for at once (`SchedulerOutput.num_steps`)."""
+        return 1
+
+    def interrupt(self) -> None:  # noqa: B027
+        """Have steps that are computed at once end soon, because there is something else to do. Safe on any thread."""
+
     def execute_dummy_batch(self) -> Future[Any]:
         """Take part in a step of the other engine cores without having work:
         compute this core's share of the experts.

@@ -100,6 +100,17 @@ class UniProcExecutor(Executor):
             worker.shutdown()
 
     @property
+    def most_steps(self) -> int:
+        # Engine cores in lock step compute the same number of steps.
+        return 1 if self._has_peers else self._alive().most_steps
+
+    def interrupt(self) -> None:
+        # Another thread may be shutting the executor down.
+        worker = self._worker
+        if worker is not None:
+            worker.interrupt()
+
+    @property
     def max_concurrent_batches(self) -> int:
         return 1 if self._thread is None else 2
 

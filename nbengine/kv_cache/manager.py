@@ -218,6 +218,21 @@ class KVCacheManager:
                 request.num_slots = num_slots
         return new_blocks
 
+    def extend(self, request: BlockHolder, num_tokens: int) -> list[int] | None:
+        """Give a request room for `num_tokens` tokens, the next step's and more; what windows have passed stays.
+
+        Returns:
+            The blocks appended; None when there are too few free blocks, and then nothing was taken.
+        """
+        table, num_tables, size = request.block_ids, self._num_tables, self.block_size
+        num_needed = -(-num_tokens // size) * num_tables - len(table)
+        if num_needed > self.block_pool.num_free_blocks:
+            return None
+        new_blocks = self.block_pool.allocate(num_needed) if num_needed > 0 else []
+        table.extend(new_blocks)
+        request.num_slots = len(table) // num_tables * size if num_tables else self.max_model_len
+        return new_blocks
+
     def _num_missing(self, request: BlockHolder, num_held: int, num_found_tokens: int) -> int:
         """Return the blocks that all known tokens of a request take at a time, besides those that it holds or
         has found."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nbengine.kernels.step_metadata import StepMetadata
     from nbengine.models.checkpoints.kept_weights import KeptWeights
     from nbengine.models.configs.decoder_config import DecoderConfig
+    from nbengine.models.further_steps import FurtherSteps
     from nbengine.models.layers.memory import WeightMemory
     from nbengine.models.layers.moe import SparseMoeBlock
     from nbengine.models.layers.weights import PackedFormats, WeightSlot
@@ -82,6 +83,10 @@ class CausalModel(Protocol):
         it can be recorded once and computed again."""
 
     @property
+    def goes_on(self) -> bool:
+        """Return whether `step` takes further steps."""
+
+    @property
     def ignored_weights(self) -> frozenset[str]:
         """Return the tensors that a checkpoint may have and that the model does not use."""
 
@@ -109,6 +114,7 @@ class CausalModel(Protocol):
         kv_caches: list[Tensor],
         attn: AttentionMetadata | StepMetadata,
         inputs_embeds: Tensor | None = None,
+        further: FurtherSteps | None = None,
     ) -> StepOutput:
         """Return the hidden states [T, hidden] of input_ids [T] at positions [T], both int64: on the last stage
         those after the final norm, before it what the next stage takes as `inputs_embeds`.
@@ -116,6 +122,9 @@ class CausalModel(Protocol):
         `kv_caches` has one tensor for each layer of the stage, which gets the new keys and values at
         `attn.slot_mapping`. `inputs_embeds` [T, hidden], which is overwritten, takes the place of `input_ids`. The next
         step may overwrite the outcome.
+
+        A step of one token a request may be followed by those that `further` allows, where the model `goes_on`. The
+        outcome is then that of the last one, and what was given as inputs has been overwritten with its own.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -40,17 +40,29 @@ class RequestOutcomes(SchedulerState):
                 self._structured.pop(request.request_id, None)
         return self._make_output(request, before, new_token_ids, error)
 
+    def _advance_steps(self, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
+        """Append the tokens of several steps that were computed at once."""
+        before = request.status
+        new_token_ids = append_tokens(request, new_token_ids)
+        if before is RequestStatus.RUNNING:
+            # The plan has counted the first step.
+            request.num_computed_tokens += len(new_token_ids) - 1
+            if request.num_computed_tokens >= request.next_cache_point:
+                self.kv_cache_manager.cache_blocks(request)
+        return self._make_output(request, before, new_token_ids)
+
     def _finish_without_tokens(
-        self, request: Request, plan: SchedulerOutput, answer: ModelRunnerOutput
+        self, request: Request, plan: SchedulerOutput, answer: ModelRunnerOutput, earlier: list[int]
     ) -> EngineCoreOutput | None:
-        """End a request that has a fault or a pooled result; return None if the step was not the last for it.
+        """End a request that has a fault, perhaps with tokens of earlier steps, or a pooled result; return None if the
+        step was not the last for it.
 
         Raises:
             NBEngineError: the step was to bring a token or a result, and has brought neither.
         """
         request_id = request.request_id
         if answer.faults and request_id in answer.faults:
-            return self._fail(request, answer.faults[request_id])
+            return self._fail(request, answer.faults[request_id], earlier)
         pooled = None
         if request.pooling_params is not None and answer.pooler_output is not None:
             pooled = answer.pooler_output.get(request_id)
@@ -61,14 +73,15 @@ class RequestOutcomes(SchedulerState):
             raise NBEngineError(f"the model runner {lack} for request {request_id}")
         return None
 
-    def _fail(self, request: Request, fault: Fault) -> EngineCoreOutput:
+    def _fail(self, request: Request, fault: Fault, earlier: list[int]) -> EngineCoreOutput:
         """End a request for which there is no result, and make its blocks unfindable: they may be damaged."""
-        before, request.status = request.status, RequestStatus.FINISHED_ERROR
+        before, new_token_ids = request.status, append_tokens(request, earlier)
+        request.status = RequestStatus.FINISHED_ERROR
         error = describe_fault(fault, request)
         logger.error("request %s: %s", request.request_id, error)
         # The blocks are forgotten while they are held: when freed, they would stay findable.
         self.kv_cache_manager.forget(request)
-        return self._make_output(request, before, [], error)
+        return self._make_output(request, before, new_token_ids, error)
 
     def _finish_pooling(self, request: Request, pooled: NDArray[np.float32]) -> EngineCoreOutput:
         before, request.status = request.status, RequestStatus.FINISHED_STOPPED

@@ -75,6 +75,10 @@ class SchedulerOutput:
     """The states that the step also writes elsewhere: for a request, the numbers of its tokens after which,
     ascending, all computed in this step, and the slot for each. No slot in which a step writes is one from
     which it starts."""
+    num_steps: int = 1
+    """Most steps that may be computed at once: a request whose token is known after one of them goes on with it in the
+    next one. More than 1 where every request of the plan computes one token, has room for as many, may have as many,
+    and takes the token of the largest logit."""
     has_structured_output_requests: bool = False
     """True if some request that gets a token has a grammar: a `GrammarOutput` is then due before sampling."""
     step: int = 0
@@ -112,7 +116,8 @@ class ModelRunnerOutput:
 
     `sampled_token_ids[i]` belongs to `req_ids[i]`. It is empty for a request whose prompt is not completely
     computed yet, for pooling requests, and for requests with a fault. Where drafts were computed, it has the
-    accepted ones, which are the first of them, and one more token.
+    accepted ones, which are the first of them, and one more token. Where several steps were computed, it has a token
+    of each, the same number for all requests; a request with a fault has one less.
     """
 
     req_ids: list[str]

@@ -112,6 +112,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "takes_largest",
         "tell_at",
         "transcript",
     )
@@ -195,6 +196,7 @@ class Request:
         self.max_total_tokens = 0
         self.grammar: Grammar | None = None
         """With structured outputs: the grammar that the output must follow."""
+        self.takes_largest = sampling_params is not None and sampling_params.takes_largest
         self.skip_reading_prefix_cache = pooling_params is not None and pooling_params.needs_every_token
         if sampling_params is not None:
             self._set_limits(sampling_params)

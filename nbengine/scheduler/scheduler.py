@@ -21,6 +21,7 @@ from nbengine.scheduler.output import (
 from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.stages import announce_tokens, num_due
+from nbengine.scheduler.steps_at_once import ONE_STEP, StepsAllowed, ask_for_steps
 from nbengine.scheduler.stop import is_free
 
 
@@ -54,8 +55,9 @@ class Scheduler(RequestOutcomes):
     running request is stopped to make room for another client.
     """
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan a step: at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests.
+    def schedule(self, allowed: StepsAllowed = ONE_STEP) -> SchedulerOutput:
+        """Plan a step: at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests; where nobody waits, and
+        nobody follows the steps, perhaps several `allowed` ones at once, which nothing may be in flight with.
 
         No waiting request is admitted in a step that preempts.
         """
@@ -86,6 +88,8 @@ class Scheduler(RequestOutcomes):
                 announce_tokens(plan, self.requests)
             if states is not None:
                 self._plan_checkpoints(plan, states)
+            if allowed.most > 1 and not self.waiting and self.observer is None:
+                plan.num_steps = ask_for_steps(plan, self.running, self.kv_cache_manager, allowed)
         self.step_counter += 1
         phases = self.meter.phases
         if phases.reading:
@@ -362,9 +366,12 @@ class Scheduler(RequestOutcomes):
                 num_tokens -= 1
                 continue
             if not new_token_ids or request.pooling_params is not None or (faults and request_id in faults):
-                without = self._finish_without_tokens(request, scheduler_output, model_runner_output)
+                without = self._finish_without_tokens(
+                    request, scheduler_output, model_runner_output, new_token_ids
+                )
                 num_tokens -= 1
                 if without is not None:
+                    num_tokens += len(without.new_token_ids)
                     outputs[request.client_index].append(without)
                 continue
             if drafts and request_id in drafts:
@@ -372,6 +379,9 @@ class Scheduler(RequestOutcomes):
                     # The tokens computed for rejected drafts do not count.
                     request.num_computed_tokens -= len(drafts[request_id]) + 1 - len(new_token_ids)
                 output = self._advance(request, new_token_ids)
+                num_tokens += len(output.new_token_ids) - 1
+            elif len(new_token_ids) > 1:
+                output = self._advance_steps(request, new_token_ids)
                 num_tokens += len(output.new_token_ids) - 1
             else:
                 output = self._advance(request, new_token_ids)
@@ -384,6 +394,11 @@ class Scheduler(RequestOutcomes):
         if model_runner_output.draft_token_ids is not None:
             self._take_drafts(model_runner_output.draft_token_ids, step)
         self.meter.num_generation_tokens += num_tokens
+        if scheduler_output.num_steps > 1:
+            # Steps that followed at once count as well.
+            further = max(map(len, model_runner_output.sampled_token_ids), default=1) - 1
+            self.step_counter += further
+            self._last_answered_step += further
         if self.observer is not None:
             self.observer.settled()
         if scheduler_output.preempted_req_ids:

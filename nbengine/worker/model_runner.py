@@ -45,6 +45,7 @@ from nbengine.worker.batch.row_by_row import RowByRow, StepLogits
 from nbengine.worker.batch.staging import StagingBuffer
 from nbengine.worker.batch.static_inputs import StaticInputs
 from nbengine.worker.batch.step_inputs import StepInputBuilder, StepInputs
+from nbengine.worker.batch.steps_at_once import MOST_STEPS, StepsAtOnce
 from nbengine.worker.decode_graphs import DecodeGraphs, GraphRecorder
 from nbengine.worker.memory.kv_pages import KVPages
 from nbengine.worker.memory.layer_caches import RecurrentModel, layer_caches, tensors_among
@@ -64,6 +65,8 @@ class ExecuteModelState:
     prompts_done: list[str]
     """The requests whose prompt log probabilities are complete with this step."""
     pooled: PooledStep | None
+    earlier: list[list[int]]
+    """The tokens of the steps before the last one, by request, where several were computed at once."""
 
 
 class ModelRunner:
@@ -85,6 +88,7 @@ class ModelRunner:
     _batch: InputBatch
     _builder: StepInputBuilder
     _decodes: DecodeInputs | StaticInputs | None = None
+    _at_once: StepsAtOnce | None = None
     _uniform: StagingBuffer
     _pooler: Pooler
 
@@ -177,6 +181,8 @@ class ModelRunner:
                 num_slots=self._num_slots,
                 recurrent_kernels=self._recurrent_kernels,
             )
+            if self._model.goes_on and self._start_transfer is None:
+                self._at_once = StepsAtOnce(self._batch)
         self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
         if self._start_transfer is not None:
             self._in_flight = TokensInFlight(self._batch, self._device, self._start_transfer)
@@ -186,6 +192,16 @@ class ModelRunner:
         )
         # Last, because a thread that maps or frees memory waits while the system clears pages.
         self._take_kv_pages()
+
+    @property
+    def most_steps(self) -> int:
+        """Return how many steps a plan may ask for at once."""
+        return 1 if self._at_once is None or self._processors else MOST_STEPS
+
+    def interrupt(self) -> None:
+        """Have steps that are computed at once end soon. Safe on any thread."""
+        if self._at_once is not None:
+            self._at_once.stop()
 
     def release_kv_cache(self) -> None:
         """Free the KV cache; no step with tokens can be executed until `restore_kv_cache`."""
@@ -238,16 +254,20 @@ class ModelRunner:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         decode = self._decodes.build(plan) if self._decodes is not None else None
         inputs = decode or self._builder.build(plan)
+        further = None
+        if self._at_once is not None and decode is not None and plan.num_steps > 1:
+            further = self._at_once.allowed(plan, decode)
         if self._in_flight is not None:
             self._in_flight.fill(inputs)
         with self._kv_pages or _NOTHING:
             if decode is not None and self._graphs is not None:
                 step: StepOutput | None = self._graphs.run(decode, self._kv_caches)
             else:
-                step = self._stage.forward(inputs, self._kv_caches)
+                step = self._stage.forward(inputs, self._kv_caches, further)
         if step is None:
-            self._state = ExecuteModelState(inputs, None, [], None)
+            self._state = ExecuteModelState(inputs, None, [], None, [])
             return None
+        earlier = [] if further is None or self._at_once is None else self._at_once.take(inputs)
         logits = None
         if len(inputs.sampled):
             count = len(inputs.sampled)
@@ -256,7 +276,7 @@ class ModelRunner:
         pooled = None
         if not self._pooler.is_idle:
             pooled = self._pooler.pool(step.hidden, inputs.req_ids, plan.num_scheduled_tokens)
-        self._state = ExecuteModelState(inputs, logits, prompts_done, pooled)
+        self._state = ExecuteModelState(inputs, logits, prompts_done, pooled, earlier)
         return None
 
     @torch.inference_mode()
@@ -276,7 +296,7 @@ class ModelRunner:
         if not self._stage.is_last:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = state.inputs
-        output = ModelRunnerOutput(inputs.req_ids, [[] for _ in inputs.req_ids])
+        output = ModelRunnerOutput(inputs.req_ids, state.earlier or [[] for _ in inputs.req_ids])
         self._prompt_logprobs.take(state.prompts_done, output)
         if state.pooled is not None:
             state.pooled.put_results(output, self._allocations)

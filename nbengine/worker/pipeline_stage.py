@@ -11,6 +11,7 @@ from nbengine.distributed.data_parallel import rehearsal
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.step_metadata import StepMetadata
 from nbengine.models.causal_model import CausalModel
+from nbengine.models.further_steps import FurtherSteps
 from nbengine.models.step_output import StepOutput
 from nbengine.worker.batch.step_inputs import StepInputs
 
@@ -31,13 +32,15 @@ class PipelineStage:
         self.is_last = parallel.next is None
         """True when this rank has the hidden states from which logits and poolings are made."""
 
-    def forward(self, inputs: StepInputs, kv_caches: list[Tensor]) -> StepOutput | None:
+    def forward(
+        self, inputs: StepInputs, kv_caches: list[Tensor], further: FurtherSteps | None = None
+    ) -> StepOutput | None:
         """Return the outcome for all tokens, after the final norm; None where hidden states have been sent on to
-        the next stage."""
+        the next stage. See `CausalModel.step` for what may follow."""
         if self._parallel.dp.size > 1:
             self._parallel.dp.begin_step(len(inputs.input_ids))
         output = self._model.step(
-            inputs.input_ids, inputs.positions, kv_caches, inputs.attention, self._embeds(inputs)
+            inputs.input_ids, inputs.positions, kv_caches, inputs.attention, self._embeds(inputs), further
         )
         if self._next is None:
             return output

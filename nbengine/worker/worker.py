@@ -312,6 +312,16 @@ class Worker:
         self._meter.ran(began, is_over=True)
         return output
 
+    @property
+    def most_steps(self) -> int:
+        """See `ModelRunner.most_steps`; to be asked when there is a KV cache."""
+        return self.model_runner.most_steps if isinstance(self.model_runner, ModelRunner) else 1
+
+    def interrupt(self) -> None:
+        """See `ModelRunner.interrupt`."""
+        if isinstance(self.model_runner, ModelRunner):
+            self.model_runner.interrupt()
+
     def execute_dummy_batch(self) -> None:
         """Take part in a step of the other engine cores without any token."""
         if isinstance(self.model_runner, ModelRunner):

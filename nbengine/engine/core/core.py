@@ -17,6 +17,7 @@ from nbengine.config import CacheConfig, EngineConfig, SchedulerConfig
 from nbengine.engine.core.control import EngineControl
 from nbengine.engine.core.kv_cache_start import initialize_kv_cache
 from nbengine.engine.core.step_in_flight import StepInFlight, describe_step
+from nbengine.engine.core.step_pace import StepPace
 from nbengine.engine.core.structured import StructuredOutputManager
 from nbengine.engine.core.transcripts import ALL_ABORTED, CLIENT_LEFT, TranscriptKeeper
 from nbengine.errors import RequestError, UtilityError
@@ -106,6 +107,7 @@ class EngineCore:
         self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = (
             self.step if self.batch_queue_size == 1 else self.step_with_batch_queue
         )
+        self._pace = StepPace(self.model_executor.most_steps)
         self.kv_events = KVEventStream(
             self.scheduler.kv_cache_manager.block_pool,
             config.cache.block_size,
@@ -281,10 +283,12 @@ class EngineCore:
         return bool(self.batch_queue) or self.scheduler.has_requests()
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
-        """Schedule and execute a step; return its outputs by client index, and whether the model ran."""
+        """Schedule and execute a step, or several at once; return their outputs by client index, and whether the model
+        ran."""
         if not self.scheduler.has_requests():
             return {}, False
-        scheduler_output = self.scheduler.schedule()
+        began = time.perf_counter()
+        scheduler_output = self.scheduler.schedule(self._pace.allowed)
         try:
             future = self.model_executor.execute_model(scheduler_output, non_block=True)
             grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
@@ -297,6 +301,7 @@ class EngineCore:
         # A request aborted during the execution must not be given the token that the execution sampled.
         self._process_aborts_queue()
         outputs = self.scheduler.update_from_output(scheduler_output, model_output)
+        self._pace.took(time.perf_counter() - began, self.scheduler.step_counter - scheduler_output.step)
         return outputs, scheduler_output.total_num_scheduled_tokens > 0
 
     def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs], bool]:

@@ -134,6 +134,7 @@ class EngineCoreProc(EngineCore):
             self.input_queue,
             self.aborts_queue,
             self.output_queue,
+            self.model_executor.interrupt,
             handshake.tensor_dir,
             handshake.incarnation,
             handshake.coordinator_input if config.lock_step else "",

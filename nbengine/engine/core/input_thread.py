@@ -77,6 +77,7 @@ class InputThread(threading.Thread):
         input_queue: InputQueue,
         aborts_queue: AbortsQueue,
         output_queue: OutputQueue,
+        interrupt: Callable[[], None],
         tensor_dir: str = "",
         incarnation: int = 0,
         wave_address: str = "",
@@ -87,6 +88,7 @@ class InputThread(threading.Thread):
         self._rank = rank
         self._incarnation = incarnation
         self._preprocess = preprocess
+        self._interrupt = interrupt
         self._input_queue = input_queue
         self._aborts_queue = aborts_queue
         self._output_queue = output_queue
@@ -178,6 +180,8 @@ class InputThread(threading.Thread):
             elif (lost := self.connections.look(socket)) is not None:
                 self._peer_log.warn_of(lost, "a connection to client %d broke", lost)
                 self._control.send(encode_control(ClientLost(lost)))
+        # Steps that are computed at once do not keep the busy loop from what has come.
+        self._interrupt()
         if self._to_attach and time.monotonic() >= self._attach_at:
             clients, self._to_attach = self._to_attach, {}
             for client in clients.values():

@@ -15,6 +15,7 @@ from nbengine.kernels.dispatch import select_expert_kernels
 from nbengine.kernels.step_metadata import StepMetadata
 from nbengine.kv_cache.specs import make_groups
 from nbengine.models.configs.decoder_config import ACTIVATIONS, DecoderConfig
+from nbengine.models.further_steps import FurtherSteps
 from nbengine.models.layers.attention import warm_up_attention
 from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.decoder_layer import DecoderLayer, FeedForward, ResidualStream
@@ -152,6 +153,7 @@ class DecoderForCausalLM:
         kv_caches: list[Tensor],
         attn: AttentionMetadata | StepMetadata,
         inputs_embeds: Tensor | None = None,
+        further: FurtherSteps | None = None,
     ) -> StepOutput:
         """Return the hidden states [T, hidden] of input_ids [T] at positions [T], both int64: on the last
         stage those after the final norm, before it the residual stream, which the next stage takes as
@@ -160,10 +162,11 @@ class DecoderForCausalLM:
         `kv_caches` has one tensor for each of `layers`, which gets the new keys and values at the `slot_mapping` of
         its group in `attn`; layers of different groups may share one.
         `nbengine.kernels.kv_cache.cache_shape` says its shape, with `shard.num_kv_heads` and `config.cache_parts`. `inputs_embeds` [T, hidden],
-        which is overwritten, takes the place of `input_ids`.
+        which is overwritten, takes the place of `input_ids`. Where steps have followed, the outcome is that of the last
+        of them, and the inputs are its own.
         """
         if self._prepared is not None:
-            prepared = self._prepared.run(input_ids, positions, kv_caches, attn, inputs_embeds)
+            prepared = self._prepared.run(input_ids, positions, kv_caches, attn, inputs_embeds, further)
             if prepared is not None:
                 return prepared
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
@@ -296,6 +299,11 @@ class DecoderForCausalLM:
             and all(isinstance(mixer, DecoderAttention | LatentAttention) for mixer in mixers)
             and all(block.is_recordable for block in self.moe_blocks)
         )
+
+    @property
+    def goes_on(self) -> bool:
+        """See `CausalModel.goes_on`."""
+        return self._prepared is not None and self._prepared.goes_on
 
     @property
     def ignored_weights(self) -> frozenset[str]:

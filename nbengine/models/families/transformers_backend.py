@@ -17,6 +17,7 @@ from nbengine.models.families.transformers_attention import LayerAttention, Step
 from nbengine.models.families.transformers_class import Tried, check_rope, make_class, try_out
 from nbengine.models.families.transformers_division import Stage, divide_projections
 from nbengine.models.families.transformers_names import place_weights, tensor_names
+from nbengine.models.further_steps import FurtherSteps
 from nbengine.models.layers.dense import use_dense_products
 from nbengine.models.layers.memory import WeightMemory
 from nbengine.models.layers.moe import SparseMoeBlock
@@ -150,6 +151,7 @@ class TransformersForCausalLM:
         kv_caches: list[Tensor],
         attn: AttentionMetadata,
         inputs_embeds: Tensor | None = None,
+        further: FurtherSteps | None = None,  # noqa: ARG002 (none is taken)
     ) -> StepOutput:
         """See `CausalModel.step`."""
         step, stage = self._step, self._stage
@@ -212,6 +214,11 @@ class TransformersForCausalLM:
     @property
     def is_recordable(self) -> bool:
         """Return False: nobody knows what a class waits for."""
+        return False
+
+    @property
+    def goes_on(self) -> bool:
+        """Return False: a class computes one step at a time."""
         return False
 
     @property

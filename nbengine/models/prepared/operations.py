@@ -17,6 +17,7 @@ from nbengine.kernels.cpu.expert_steps import EachArguments
 from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.largest import PARTS, LargestArguments, compile_largest
 from nbengine.kernels.cpu.layout import AttentionArguments, Span
+from nbengine.kernels.cpu.next_step import NextStepArguments, compile_next_step
 from nbengine.kernels.cpu.norm_rounding import NormRoundArguments, compile_norm_round
 from nbengine.kernels.cpu.products import (
     ProductArguments,
@@ -59,7 +60,7 @@ class StepOperations:
     `add_plans` comes first, and `attends` is set before `add_attention`. `plans` are the places of those that plan
     for each group of layers, `decodes` and `prefills` are the places of those that attend, for requests of one
     token and for others, `writes` of those that write keys and values, `states` of those on recurrent states, `layers` of the first ones of each layer,
-    and `logits` of those that come after the hidden states. `ranks` makes the exchanges with other ranks, if there
+    `logits` of those that come after the hidden states, and `passages` of those that lay out a next step. `ranks` makes the exchanges with other ranks, if there
     are any.
     """
 
@@ -80,6 +81,7 @@ class StepOperations:
         self.states: list[int] = []
         self.layers: list[int] = []
         self.logits: list[int] = []
+        self.passages: list[int] = []
         self._buffers = buffers
         self._heads, self._kv_heads = attention.num_heads, attention.num_kv_heads
         self._head_dim = attention.head_dim
@@ -230,6 +232,15 @@ class StepOperations:
             )
             self.operations.append(Operation(function, arguments, 1))
         self.logits = list(range(first, len(self.operations)))
+
+    def add_passages(self, count: int) -> None:
+        """Lay out the next step with the tokens of the largest logits, for up to `count` further steps in one run; to be
+        added last."""
+        first = len(self.operations)
+        for _ in range(count):
+            arguments = NextStepArguments(items=1, largest=self._buffers.ids.data_ptr())
+            self.operations.append(Operation(compile_next_step(), arguments))
+        self.passages = list(range(first, len(self.operations)))
 
     def _normalise_heads(self, query: RMSNorm, key: RMSNorm, target: Tensor) -> None:
         """Normalise queries and keys; where queries lie beside their gates, bring them together in `target`."""

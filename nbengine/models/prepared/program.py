@@ -17,6 +17,7 @@ from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.cpu.layout import DECODE_PART, AttentionArguments
 from nbengine.kernels.cpu.program import Operations, Program, places_of
 from nbengine.kernels.cpu.write_kv import WriteArguments
+from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
 from nbengine.models.layers.basic import RMSNorm
 from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.mlp import DecoderMLP
@@ -25,6 +26,7 @@ from nbengine.models.layers.weights import PackedWeight
 from nbengine.models.prepared.attention import AttentionGroup
 from nbengine.models.prepared.buffers import StepBuffers, StepSize
 from nbengine.models.prepared.experts import ExpertBuffers
+from nbengine.models.prepared.next_steps import NextSteps
 from nbengine.models.prepared.operations import LayerAttention, StepOperations, is_gated_at_once
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, RecurrentGroup
 from nbengine.models.step_output import StepOutput
@@ -89,6 +91,8 @@ class StepProgram:
         self._vocab_size = model.config.vocab_size
         if self._head is not None:
             operations.add_logits(self._head, self._vocab_size)
+        if goes_on(model):
+            operations.add_passages(MOST_FURTHER_STEPS)
         self._program = Program(
             [(each.function, each.arguments) for each in operations.operations],
             None if ranks is None else ranks.finish,
@@ -101,6 +105,11 @@ class StepProgram:
         for group, place in zip(self._groups, operations.plans, strict=True):
             group.set_up(self._program, operations, place)
         self._recurrent = RecurrentGroup(mixers, operations.states, self._program) if mixers else None
+        self._next: NextSteps | None = None
+        if operations.passages:
+            self._next = NextSteps(
+                self._program, operations.passages, self._functions.decode_shape.block_size
+            )
         self._kv_caches: list[Any] = []
         self._runs: dict[tuple[bool, bool, bool], list[Operations]] = {}
         self._outputs: dict[int, _Outputs] = {}
@@ -128,9 +137,10 @@ class StepProgram:
         kv_caches: list[Any],
         groups: Sequence[Any],
         on_layers: Callable[[int], None],
+        further: FurtherSteps | None = None,
     ) -> StepOutput:
-        """Return the outcome of a step; `groups` has the metadata of each cache group, and `on_layers` hears of layers
-        as in the eager path."""
+        """Return the outcome of a step, or of the last of those that have followed; `groups` has the metadata of each
+        cache group, and `on_layers` hears of layers as in the eager path."""
         if kv_caches is not self._kv_caches:
             self._use(kv_caches)
         attn: AttentionMetadata = groups[self._groups[0].cache_group]
@@ -145,12 +155,18 @@ class StepProgram:
         has_logits = self._head is not None and not has_others and attn.num_tokens <= self.size.logits
         if self._recurrent is not None:
             self._recurrent.take_in(groups[-1])
-        for operations in self._run_of(attn.num_decodes > 0, has_others, has_logits):
-            self._program.run(operations)
-            if has_others:
-                on_layers(1)
+        run = self._run_of(attn.num_decodes > 0, has_others, has_logits)
+        steps = 1
+        if further is not None and self._next is not None and has_logits:
+            self._next.run(run[0], further, self._attended(groups), input_ids, positions)
+            steps += further.taken
+        else:
+            for operations in run:
+                self._program.run(operations)
+                if has_others:
+                    on_layers(1)
         if not has_others:
-            on_layers(len(self._operations.layers))
+            on_layers(steps * len(self._operations.layers))
         return self._output(attn.num_tokens, has_logits)
 
     def _take_in(
@@ -162,9 +178,15 @@ class StepProgram:
         if taken is not None and taken[0] is attn and taken[1] is input_ids and taken[2] is positions:
             return
         self._taken = attn, input_ids, positions
+        if self._next is not None:
+            self._next.forget()
         ids = input_ids.data_ptr() if self.embeds else 0
         for group in self._groups:
             group.take_in(groups[group.cache_group], ids, positions)
+
+    def _attended(self, groups: Sequence[Any]) -> list[AttentionMetadata]:
+        """Return the metadata of the cache groups that have blocks, each once."""
+        return [groups[number] for number in sorted({group.cache_group for group in self._groups})]
 
     def _output(self, tokens: int, has_logits: bool) -> StepOutput:
         if not has_logits:
@@ -190,7 +212,7 @@ class StepProgram:
         kind = has_decodes, has_others, has_logits
         if kind not in self._runs:
             made = self._operations
-            left_out = set(() if has_decodes else made.decodes)
+            left_out = {*made.passages, *(() if has_decodes else made.decodes)}
             left_out.update(() if has_others else made.prefills)
             left_out.update(() if has_logits else made.logits)
             starts = [0, *made.layers[1:], len(made.operations)] if has_others else [0, len(made.operations)]
@@ -268,6 +290,14 @@ def head_of(model: PreparedModel) -> PackedWeight | None:
         return None
     weight = None if model.lm_head is None else model.lm_head.rows.weight
     return weight if isinstance(weight, PackedWeight) else None
+
+
+def goes_on(model: PreparedModel) -> bool:
+    """Return whether steps can follow each other in one run: from token ids to logits, all is done by operations, and
+    none of them waits for another process."""
+    embedding = model.embed_tokens
+    is_whole = embedding is not None and isinstance(embedding.weight, PackedWeight)
+    return is_whole and head_of(model) is not None and model.layout.tp_size == 1 and not mixers_of(model)
 
 
 def scale_of(model: PreparedModel) -> Tensor | None:

@@ -17,6 +17,7 @@ from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.quantized import LANES, SPAN
 from nbengine.kernels.step_metadata import StepMetadata
 from nbengine.models.configs.decoder_config import DecoderConfig
+from nbengine.models.further_steps import FurtherSteps
 from nbengine.models.layers.basic import RMSNorm
 from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.decoder_layer import DecoderLayer
@@ -60,6 +61,13 @@ class PreparedSteps:
             return False
         return model.layout.tp_size == 1 or model.tp.operations() is not None
 
+    @property
+    def goes_on(self) -> bool:
+        """Return whether steps can follow each other at once."""
+        from nbengine.models.prepared.program import goes_on
+
+        return goes_on(self._model)
+
     def run(
         self,
         input_ids: Tensor,
@@ -67,6 +75,7 @@ class PreparedSteps:
         kv_caches: list[Any],
         attn: AttentionMetadata | StepMetadata,
         inputs_embeds: Tensor | None,
+        further: FurtherSteps | None = None,
     ) -> StepOutput | None:
         """Return what `DecoderForCausalLM.step` makes of a batch, in tensors that the next step overwrites; None:
         the attention is not that of this device, or embeddings are given where the step looks them up."""
@@ -79,7 +88,7 @@ class PreparedSteps:
             return None
         if not program.embeds:
             program.set_hidden(self._model.embed(input_ids) if inputs_embeds is None else inputs_embeds)
-        return program.run(input_ids, positions, kv_caches, groups, self._model.on_layers)
+        return program.run(input_ids, positions, kv_caches, groups, self._model.on_layers, further)
 
     def warm_up(self, kernels: CpuKernels, kv_caches: list[Any], max_tokens: int) -> None:
         """Prepare steps of up to `max_tokens`, or of usual size, so that the first ones do not wait for it."""

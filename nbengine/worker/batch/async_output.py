@@ -199,7 +199,8 @@ def fill_output(
     for place, token in zip(places, sampled.token_ids.tolist(), strict=True):
         output.sampled_token_ids[place].append(token)
     for req_id in output.faults or ():
-        output.sampled_token_ids[output.req_ids.index(req_id)].clear()
+        # Those of earlier steps, where several were computed at once, are right.
+        del output.sampled_token_ids[output.req_ids.index(req_id)][-1:]
     if logprobs is not None and sampled.logprobs is not None:
         names = [inputs.req_ids[inputs.sampled[position]] for position in logprobs.positions]
         output.logprobs = dict(zip(names, sampled.logprobs.to_lists(logprobs.counts), strict=True))

@@ -105,7 +105,8 @@ class DecodeInputs:
             return None
         views.positions[:] = computed
         views.ids[:] = batch.token_ids[rows, computed]
-        columns, longest = computed >> self._shift, int(seq_lens.max())
+        # Steps that follow at once have longer requests.
+        columns, longest = computed >> self._shift, int(seq_lens.max()) + plan.num_steps - 1
         for table, own, attention in zip(batch.block_tables, slots, views.attention, strict=False):
             own[:] = table[rows, columns]
             attention.max_seq_len, attention.plan = longest, None

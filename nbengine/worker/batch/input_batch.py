@@ -137,6 +137,13 @@ class InputBatch:
         self.token_ids[rows, self.append_unknown(rows)] = token_ids
         self.sampling.append(rows, token_ids)
 
+    def append_steps(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Append the tokens of several steps, [steps, rows], to rows of which `SamplingBatch.takes_largest` is true."""
+        starts, count = self._num_tokens[rows], len(token_ids)
+        for step, tokens in enumerate(token_ids):
+            self.token_ids[rows, starts + step] = tokens
+        self._num_tokens[rows] = starts + count
+
     def append_on_device(self, token_ids: Tensor) -> None:
         """Let whatever follows sampled tokens on the device take them in; called before `append` or
         `append_unknown`."""

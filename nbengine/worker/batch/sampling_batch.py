@@ -34,8 +34,11 @@ _ROW = np.dtype(
         ("num_logprobs", np.int64),
         ("has_allowed", np.bool_),
         ("has_penalties", np.bool_),
+        ("has_more_ends", np.bool_),
     ]
 )
+MOST_ENDS = 8
+"""End tokens of a request that `ends` has room for."""
 _TOKEN = np.dtype([("token_id", np.int64)])
 _BIAS = np.dtype([("token_id", np.int64), ("bias", np.float32)])
 _EARLY_END = np.dtype([("token_id", np.int64), ("min_tokens", np.int64)])
@@ -68,6 +71,8 @@ class SamplingBatch:
     ) -> None:
         self._allocations = allocations or Allocations()
         self.rows = np.zeros(len(tokens.num_tokens), _ROW)
+        self.ends = np.full((len(self.rows), MOST_ENDS), -1)
+        """[rows, ends] int64: the tokens that may end a request; -1: no further one."""
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._device = device
@@ -109,6 +114,7 @@ class SamplingBatch:
             self._bad_tokens.add(row, token_id=np.array(single))
         if several := [word for word in words if len(word) > 1]:
             self._bad_words.add(row, several)
+        self._set_ends(row, params)
         if params.min_tokens and (ends := _end_tokens(params, self._vocab_size)):
             self._early_ends.add(row, token_id=np.array(ends), min_tokens=params.min_tokens)
         if params.logit_bias:
@@ -138,6 +144,7 @@ class SamplingBatch:
 
     def _move(self, source: int, target: int) -> None:
         self.rows[target] = columns = self.rows[source]
+        self.ends[target] = self.ends[source]
         for table in self._tables():
             table.move(source, target)
         if columns["has_allowed"]:
@@ -158,6 +165,14 @@ class SamplingBatch:
         columns["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
         columns["has_allowed"] = params.allowed_token_ids is not None
         columns["has_penalties"] = params.has_penalties
+
+    def _set_ends(self, row: int, params: SamplingParams) -> None:
+        ends = set(params.stop_token_ids)
+        if params.eos_token_id is not None and not params.ignore_eos:
+            ends.add(params.eos_token_id)
+        self.ends[row] = -1
+        self.ends[row, : len(ends)] = list(ends)[:MOST_ENDS]
+        self.rows["has_more_ends"][row] = len(ends) > MOST_ENDS
 
     def _set_allowed(self, row: int, token_ids: Sequence[int]) -> None:
         if not len(self._allowed):
@@ -193,6 +208,16 @@ class SamplingBatch:
             self._metadata = self._build(rows)
             self._metadata_key = key
         return self._metadata
+
+    def takes_largest(self, rows: NDArray[np.int64]) -> bool:
+        """Return whether the next tokens of `rows` are those of the largest logits, whatever comes before them, and
+        `ends` has all their ends."""
+        if self._processors is not None or len(self._early_ends) or len(self._bad_words):
+            return False
+        metadata = self.metadata(rows)
+        if metadata.random or metadata.asks_more:
+            return False
+        return not self.rows["has_more_ends"][rows].any()
 
     def uniforms(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the random number of each row's next output token, in [0, 1)."""

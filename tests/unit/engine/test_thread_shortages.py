@@ -90,6 +90,7 @@ class Input:
             self.input_queue,
             SimpleQueue(),
             self.output_queue,
+            lambda: None,
         )
         self.control = control
 

@@ -1,0 +1,55 @@
+"""How many steps a plan may ask for at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from nbengine.kv_cache.manager import KVCacheManager
+from nbengine.scheduler.output import SchedulerOutput
+from nbengine.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepsAllowed:
+    """Most steps of a plan, of which each takes about so much time."""
+
+    most: int = 1
+    seconds: float = 0.0
+    """Seconds that a step takes; more than 0 where there may be several."""
+
+
+ONE_STEP = StepsAllowed()
+
+
+def ask_for_steps(
+    plan: SchedulerOutput, running: Collection[Request], manager: KVCacheManager, allowed: StepsAllowed
+) -> int:
+    """Make room for several steps of a plan of these requests, which is complete, and return their number.
+
+    It is more than 1 where each request computes its last token, takes the token of the largest logit, and lets its tokens be held
+    for as long as the steps take. Nobody loses blocks for it.
+    """
+    cached, count = plan.scheduled_cached_reqs, plan.total_num_scheduled_tokens
+    if not count or count != len(cached.req_ids) or count != len(running):
+        return 1
+    if plan.incomplete_req_ids or cached.resumed_req_ids or plan.checkpoints:
+        return 1
+    most = allowed.most
+    for request in running:
+        if not request.takes_largest or request.grammar is not None:
+            return 1
+        held = int(request.output_interval / allowed.seconds)
+        most = min(most, held, request.max_total_tokens - request.num_tokens)
+        if most < 2:
+            return 1
+    # They are planned in the order in which they run.
+    for place, request in enumerate(running):
+        num_tokens = request.num_computed_tokens + most - 1
+        if num_tokens > request.num_slots:
+            block_ids = manager.extend(request, num_tokens)
+            if block_ids is None:
+                most = request.num_slots - request.num_computed_tokens + 1
+            else:
+                cached.new_block_ids[place] = [*(cached.new_block_ids[place] or ()), *block_ids]
+    return most

@@ -1,0 +1,49 @@
+"""Several steps that the model computes at once, as the batch sees them."""
+
+from __future__ import annotations
+
+import torch
+
+from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
+from nbengine.scheduler.output import SchedulerOutput
+from nbengine.worker.batch.input_batch import InputBatch
+from nbengine.worker.batch.step_inputs import StepInputs
+
+MOST_STEPS = MOST_FURTHER_STEPS + 1
+"""Most steps at once."""
+
+
+class StepsAtOnce:
+    """The further steps that plans allow, and their tokens; `stop` may be called on any thread."""
+
+    def __init__(self, batch: InputBatch) -> None:
+        self._batch = batch
+        token_ids = torch.zeros(MOST_FURTHER_STEPS, len(batch.block_table), dtype=torch.int64)
+        self._token_ids = token_ids.numpy()
+        self._further = FurtherSteps(
+            ends=torch.from_numpy(batch.sampling.ends),
+            stop=torch.zeros(1, dtype=torch.int64),
+            token_ids=token_ids,
+        )
+        self._stop = self._further.stop.numpy()
+
+    def stop(self) -> None:
+        """Have the steps that are computed now, or next, end soon."""
+        self._stop[0] = 1
+
+    def allowed(self, plan: SchedulerOutput, inputs: StepInputs) -> FurtherSteps | None:
+        """Return the steps that may follow one in which every request computes a token; None: there are none."""
+        further = self._further
+        further.most, further.taken = min(plan.num_steps, MOST_STEPS) - 1, 0
+        if further.most and self._batch.sampling.takes_largest(inputs.sampled_rows):
+            return further
+        return None
+
+    def take(self, inputs: StepInputs) -> list[list[int]]:
+        """Append the tokens of all steps but the last one to the batch, and return them by request."""
+        # What another thread wants looked at is looked at after this step.
+        self._stop[0] = 0
+        rows = inputs.sampled_rows
+        token_ids = self._token_ids[: self._further.taken, : len(rows)]
+        self._batch.append_steps(rows, token_ids)
+        return token_ids.T.tolist()
