@@ -16,7 +16,7 @@ from nbengine.kernels.cpu.codegen import Code, Int, define
 from nbengine.kernels.cpu.jit import Function, compile_module
 
 _INT, _WORD = 4, 8
-TABLE_WORDS = 3
+TABLE_WORDS = 4
 """Words (int64) that say where the KV blocks of a cache group are."""
 
 
@@ -25,9 +25,10 @@ class NextStepArguments(ctypes.Structure):
 
     `largest` has the place of the largest logit of each of the `rows`, negative where there is none. No further step
     begins if some row has none, or one of its `num_ends` numbers at `ends` [rows, num_ends], or if the number at `stop` is not 0:
-    the word at `stopped` becomes 1 then. Otherwise the tokens go to `taken` and to `ids`, and `positions`, `seq_lens`
-    (int32) and the slots become those of the next step. Each of `groups` has three words at `tables`: the address
-    of its block table (int32), the bytes from row to row, and the address of its slots. A block has `1 << shift` tokens.
+    the word at `stopped` becomes 1 then. Otherwise the tokens go to `taken` and to `ids`, and `positions`, slots and
+    lengths become those of the next step. Each of `groups` has four words at `tables`: the address of its block table
+    (int32), the bytes from row to row, and the addresses of its slots and its lengths (int32). A block has `1 << shift`
+    tokens.
     The counters of the `operations`, each `operation_bytes` after the one before, become 0.
     """
 
@@ -36,8 +37,7 @@ class NextStepArguments(ctypes.Structure):
         for name in (
             *("counter", "items", "rows"),
             *("largest", "ends", "num_ends", "stop", "stopped", "taken"),
-            *("ids", "positions", "seq_lens"),
-            *("groups", "tables", "shift"),
+            *("ids", "positions", "groups", "tables", "shift"),
             *("counters", "operations", "operation_bytes"),
         )
     ]
@@ -91,8 +91,6 @@ def _go_on(code: Code, get: Callable[[str], Int]) -> None:
         code.store_int(token, get("ids") + at)
         position = code.load_int(get("positions") + at) + 1
         code.store_int(position, get("positions") + at)
-        length = get("seq_lens") + row * _INT
-        code.store_int(code.load_int(length, _INT) + 1, length, _INT)
         column = Int(code.builder, code.builder.lshr(position.ir, shift))
         offset = position - Int(code.builder, code.builder.shl(column.ir, shift))
         with code.loop(0, get("groups")) as group:
@@ -101,5 +99,7 @@ def _go_on(code: Code, get: Callable[[str], Int]) -> None:
             block = code.load_int(blocks + column * _INT, _INT)
             slot = Int(code.builder, code.builder.shl(block.ir, shift)) + offset
             code.store_int(slot, code.load_int(table + 2 * _WORD) + at)
+            # Groups may share their lengths.
+            code.store_int(position + 1, code.load_int(table + 3 * _WORD) + row * _INT, _INT)
     with code.loop(0, get("operations")) as operation:
         code.store_int(code.integer(0), get("counters") + operation * get("operation_bytes"))

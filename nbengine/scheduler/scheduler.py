@@ -380,7 +380,7 @@ class Scheduler(RequestOutcomes):
                     request.num_computed_tokens -= len(drafts[request_id]) + 1 - len(new_token_ids)
                 output = self._advance(request, new_token_ids)
                 num_tokens += len(output.new_token_ids) - 1
-            elif len(new_token_ids) > 1:
+            elif scheduler_output.num_steps > 1:
                 output = self._advance_steps(request, new_token_ids)
                 num_tokens += len(output.new_token_ids) - 1
             else:

@@ -42,6 +42,14 @@ class EncoderRunner:
             self._allocations,
         )
 
+    @property
+    def most_steps(self) -> int:
+        """Return 1: no step follows from another."""
+        return 1
+
+    def interrupt(self) -> None:
+        """Do nothing: there is one step at a time."""
+
     def release_kv_cache(self) -> None:
         """Do nothing: there is no KV cache."""
 

@@ -315,12 +315,11 @@ class Worker:
     @property
     def most_steps(self) -> int:
         """See `ModelRunner.most_steps`; to be asked when there is a KV cache."""
-        return self.model_runner.most_steps if isinstance(self.model_runner, ModelRunner) else 1
+        return self.model_runner.most_steps
 
     def interrupt(self) -> None:
         """See `ModelRunner.interrupt`."""
-        if isinstance(self.model_runner, ModelRunner):
-            self.model_runner.interrupt()
+        self.model_runner.interrupt()
 
     def execute_dummy_batch(self) -> None:
         """Take part in a step of the other engine cores without any token."""

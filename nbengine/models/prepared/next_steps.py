@@ -63,14 +63,7 @@ class NextSteps:
         positions: Tensor,
     ) -> None:
         self._told = further
-        tables = [group.block_table for group in groups]
-        self._tables = np.array(
-            [
-                (table.data_ptr(), table.stride(0) * table.element_size(), group.slot_mapping.data_ptr())
-                for table, group in zip(tables, groups, strict=True)
-            ],
-            np.int64,
-        )
+        self._tables = np.array(list(map(_table_words, groups)), np.int64)
         taken = further.token_ids
         self._set(
             ends=further.ends.data_ptr(),
@@ -79,7 +72,6 @@ class NextSteps:
             taken=taken.data_ptr() + np.arange(len(taken)) * taken.stride(0) * taken.element_size(),
             ids=input_ids.data_ptr(),
             positions=positions.data_ptr(),
-            seq_lens=groups[0].seq_lens.data_ptr(),
             groups=len(groups),
             tables=self._tables.ctypes.data,
         )
@@ -95,3 +87,9 @@ class NextSteps:
         for passage in passages[:most]:
             parts += [passage[None], step.table]
         return Operations(np.ascontiguousarray(np.concatenate(parts)))
+
+
+def _table_words(group: AttentionMetadata) -> tuple[int, int, int, int]:
+    table = group.block_table
+    row_bytes = table.stride(0) * table.element_size()
+    return table.data_ptr(), row_bytes, group.slot_mapping.data_ptr(), group.seq_lens.data_ptr()

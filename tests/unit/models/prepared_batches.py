@@ -111,10 +111,11 @@ class Batches:
         ]
 
     def attention(
-        self, lengths: list[int], query_lens: list[int] | None = None
+        self, lengths: list[int], query_lens: list[int] | None = None, most: int = 0
     ) -> AttentionMetadata | StepMetadata:
+        """The metadata of a step; each request has at least `most` blocks."""
         counts = np.array(query_lens or [1] * len(lengths), np.int32)
-        most = -(-max(lengths) // BLOCK_SIZE)
+        most = max(most, -(-max(lengths) // BLOCK_SIZE))
         groups: list[Any] = []
         for spec in self.groups.attention:
             table = np.arange(len(lengths) * most, dtype=np.int32).reshape(len(lengths), most)

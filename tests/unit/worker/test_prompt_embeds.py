@@ -137,6 +137,6 @@ class _Spy:
         self.given: list[bool] = []
         self.compute_logits, self.embed, self.config = model.compute_logits, model.embed, model.config
 
-    def step(self, input_ids, positions, kv_caches, attn, inputs_embeds=None):
+    def step(self, input_ids, positions, kv_caches, attn, inputs_embeds=None, further=None):
         self.given.append(inputs_embeds is not None)
-        return self.model.step(input_ids, positions, kv_caches, attn, inputs_embeds)
+        return self.model.step(input_ids, positions, kv_caches, attn, inputs_embeds, further)

@@ -1,0 +1,158 @@
+"""Steps that follow each other at once compute the bits of as many steps one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
+from tests.support.thorough import in_turn
+from tests.unit.models.prepared_batches import (
+    EXPERTS,
+    NUM_BLOCKS,
+    Batches,
+    Load,
+    expert_metadata,
+    is_same,
+    load_gguf,
+)
+
+
+@pytest.fixture
+def load_file(tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any) -> Load:
+    def load(kind: str = "Llama", weight_type: Kind = Kind.Q4_1, **settings: Any) -> DecoderForCausalLM:
+        arch = kind.lower()
+        metadata = expert_metadata(arch) if kind.endswith("Moe") else {}
+        variant = gguf_variant(arch=arch, weight_type=weight_type, metadata=metadata)
+        return load_gguf(write_gguf(tmp_path / "model.gguf", random_model(kind, **settings), variant))
+
+    return load
+
+
+@pytest.fixture(autouse=True)
+def number_of_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+MODELS: dict[str, tuple[str, Kind, dict[str, Any]]] = {
+    "llama": ("Llama", Kind.Q4_1, {"head_dim": 32}),
+    "norms of heads": ("Qwen3", Kind.Q4_0, {"head_dim": 32}),
+    "experts": ("Qwen3Moe", Kind.Q4_1, EXPERTS),
+}
+GEMMA: dict[str, Any] = {
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 40,
+}
+LENGTHS = [3, 90, 15, 16, 200]
+
+
+@dataclass
+class Walk:
+    """Requests that go on from step to step, in caches of their own."""
+
+    batches: Batches
+    lengths: list[int]
+
+    def __post_init__(self) -> None:
+        self.caches = [cache.clone() for cache in self.batches.caches]
+        chance = torch.Generator().manual_seed(3)
+        vocabulary = self.batches.model.config.vocab_size
+        self.ids = torch.randint(0, vocabulary, (len(self.lengths),), generator=chance)
+        self.ends = torch.full((8, 3), -1)
+        self.stop = torch.zeros(1, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def step(self, most: int = 0) -> tuple[Tensor, list[list[int]]]:
+        """Compute a step and what follows it; return the last hidden states, and the tokens that were taken."""
+        attention = self.batches.attention(self.lengths, most=NUM_BLOCKS // 4 // len(self.lengths))
+        positions = torch.tensor(self.lengths) - 1
+        taken = torch.full((MOST_FURTHER_STEPS, 8), -5)
+        further = FurtherSteps(self.ends, self.stop, taken, most)
+        output = self.batches.model.step(self.ids, positions, self.caches, attention, None, further)
+        assert further.taken <= most
+        assert (taken[further.taken :] == -5).all()
+        assert output.largest is not None
+        self.ids = output.largest[0].clone()
+        self.lengths = [length + further.taken + 1 for length in self.lengths]
+        return output.hidden.clone(), taken[: further.taken, : len(positions)].tolist()
+
+
+@pytest.mark.parametrize(("name", "num_threads"), in_turn(MODELS, [1, 2, 3]))
+def test_steps_at_once_have_the_bits_of_steps_one_by_one(
+    name: str, num_threads: int, load_file: Load
+) -> None:
+    torch.set_num_threads(num_threads)
+    kind, weight_type, settings = MODELS[name]
+    model = load_file(kind, weight_type, **settings)
+    assert model.goes_on
+    compare(Batches(model))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_layers_in_several_groups_find_their_own_blocks(
+    num_threads: int, load: Any, random_model: Any, tmp_path: Path
+) -> None:
+    torch.set_num_threads(num_threads)
+    random_model("Gemma3", **GEMMA).save_pretrained(tmp_path)
+    batches = Batches(load(tmp_path, torch.bfloat16, quantization="int4"), torch.int8)
+    assert batches.groups.num_tables == 3
+    compare(batches)
+
+
+def compare(batches: Batches) -> None:
+    at_once, one_by_one = Walk(batches, LENGTHS), Walk(batches, LENGTHS)
+    for most in (MOST_FURTHER_STEPS, 0, 1, MOST_FURTHER_STEPS, 3):
+        hidden, tokens = at_once.step(most)
+        assert len(tokens) == most
+        for row in [*tokens, at_once.ids.tolist()]:
+            expected, _ = one_by_one.step()
+            assert one_by_one.ids.tolist() == row
+        assert is_same(hidden, expected)
+    assert at_once.lengths == one_by_one.lengths
+    assert all(map(is_same, at_once.caches, one_by_one.caches))
+
+
+def test_no_step_follows_the_one_that_gives_an_end(load_file: Load) -> None:
+    torch.set_num_threads(1)
+    batches = Batches(load_file(head_dim=32))
+    _, tokens = Walk(batches, LENGTHS).step(MOST_FURTHER_STEPS)
+    for row in range(len(LENGTHS)):
+        walk = Walk(batches, LENGTHS)
+        walk.ends[row, row % 3] = end = tokens[4][row]
+        first = [step[row] for step in tokens].index(end)
+        assert walk.step(MOST_FURTHER_STEPS)[1] == tokens[:first]
+        assert walk.ids.tolist() == tokens[first]
+        # The next run begins where this one has ended.
+        walk.ends.fill_(-1)
+        assert walk.step(MOST_FURTHER_STEPS)[1][: 6 - first] == tokens[first + 1 :]
+
+
+def test_steps_end_when_another_thread_wants_it(load_file: Load) -> None:
+    torch.set_num_threads(1)
+    batches = Batches(load_file(head_dim=32))
+    whole, walk = Walk(batches, LENGTHS), Walk(batches, LENGTHS)
+    _, tokens = whole.step(MOST_FURTHER_STEPS)
+    walk.stop[0] = 1
+    assert walk.step(MOST_FURTHER_STEPS)[1] == []
+    assert walk.ids.tolist() == tokens[0]
+
+
+def test_a_model_whose_steps_end_in_python_takes_no_further_ones(load_file: Load) -> None:
+    torch.set_num_threads(1)
+    model = load_file(head_dim=32)
+    assert model.goes_on
+    model._prepared = None
+    assert not model.goes_on

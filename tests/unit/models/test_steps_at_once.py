@@ -1,0 +1,211 @@
+"""An engine that computes several steps at once gives the tokens of one that computes one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import random_tokens, save_tokenizer
+
+from nbengine import LLM, SamplingParams
+from nbengine.engine.core.core import EngineCore
+from nbengine.engine.core.step_pace import StepPace
+from nbengine.errors import RequestError
+from nbengine.models.further_steps import FurtherSteps
+from nbengine.models.step_output import StepOutput
+from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.worker.batch.sampling_batch import MOST_ENDS
+from nbengine.worker.batch.steps_at_once import MOST_STEPS
+
+PROMPTS = [random_tokens(length, 1) for length in (37, 5, 34, 16, 39)]
+BLOCKS = 60
+Make = Callable[..., LLM]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make(tmp_path: Path, random_model: Any) -> Iterator[Make]:
+    """Make an engine whose steps take no time, as far as it knows."""
+    engines: list[LLM] = []
+    random_model("Llama", head_dim=32).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+
+    def make(*, at_once: bool = True, num_blocks: int = BLOCKS) -> LLM:
+        llm = LLM(
+            str(tmp_path),
+            quantization="int8",
+            block_size=8,
+            max_model_len=128,
+            num_gpu_blocks_override=num_blocks,
+            multiprocess=False,
+        )
+        engines.append(llm)
+        core = core_of(llm)
+        assert core.model_executor.most_steps == MOST_STEPS
+        core._pace = EverySize() if at_once else StepPace(1)
+        return llm
+
+    yield make
+    for llm in engines:
+        llm.shutdown()
+
+
+class EverySize(StepPace):
+    """A pace that allows most steps at any speed of the machine."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST_STEPS)
+        self.took(1e-6, 1)
+
+    def took(self, seconds: float, steps: int) -> None:
+        super().took(1e-6, 1)
+
+
+def core_of(llm: LLM) -> EngineCore:
+    core: EngineCore = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    return core
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of a request that each plan has brought."""
+    found: list[int] = []
+    whole = EngineCore.step
+
+    def step(core: EngineCore) -> Any:
+        before = core.scheduler.step_counter
+        outcome = whole(core)
+        found.append(core.scheduler.step_counter - before)
+        return outcome
+
+    monkeypatch.setattr(EngineCore, "step", step)
+    return found
+
+
+def tokens_of(llm: LLM, params: SamplingParams, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    core_of(llm).scheduler.check_integrity()
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def greedy(**params: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 40, "ignore_eos": True, **params})
+
+
+@pytest.mark.parametrize("num_blocks", [BLOCKS, 18], ids=["roomy", "tight"])
+def test_answers_are_those_of_one_step_at_a_time(make: Make, sizes: list[int], num_blocks: int) -> None:
+    one = make(at_once=False, num_blocks=num_blocks)
+    expected = tokens_of(one, greedy())
+    assert set(sizes) == {1}
+    several = make(num_blocks=num_blocks)
+    assert tokens_of(several, greedy()) == expected
+    assert max(sizes) == MOST_STEPS
+    preemptions = core_of(several).scheduler.num_preemptions
+    assert bool(preemptions) == (num_blocks < BLOCKS)
+    # What is found of prompts and answers is the same, too.
+    grown = [[*prompt, *answer, 3] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    assert tokens_of(several, greedy(max_tokens=9), grown) == tokens_of(one, greedy(max_tokens=9), grown)
+    if num_blocks == BLOCKS:
+        hits = [core_of(llm).scheduler.make_stats().prefix_cache_hits for llm in (one, several)]
+        assert hits[0] == hits[1] > 0
+
+
+def test_an_answer_ends_at_its_end_token_and_costs_no_step_more(make: Make, sizes: list[int]) -> None:
+    llm = make()
+    whole = tokens_of(llm, greedy(), PROMPTS[:1])[0]
+    for place in (3, 9, 20, 33):
+        end = whole[place]
+        first = whole.index(end)
+        sizes.clear()
+        assert tokens_of(llm, greedy(stop_token_ids=[end]), PROMPTS[:1]) == [whole[: first + 1]]
+        assert sum(sizes) == first + 1
+    # The others go on.
+    together = tokens_of(llm, greedy(stop_token_ids=[whole[9]]))
+    assert together[0] == whole[: whole.index(whole[9]) + 1]
+    alone = [tokens_of(llm, greedy(stop_token_ids=[whole[9]]), [prompt])[0] for prompt in PROMPTS]
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop_token_ids": list(range(MOST_ENDS + 1))},
+        {"temperature": 0.8, "seed": 3},
+        {"min_tokens": 30, "ignore_eos": False},
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {5: 1.0}},
+        {"logprobs": 1},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_who_asks_for_more_gets_one_step_at_a_time(
+    make: Make, sizes: list[int], params: dict[str, Any]
+) -> None:
+    asked = greedy(**params)
+    answers = tokens_of(make(), asked)
+    assert set(sizes) == {1}
+    assert answers == tokens_of(make(at_once=False), asked)
+
+
+def test_the_steps_end_when_there_is_something_else_to_do(make: Make, sizes: list[int]) -> None:
+    llm = make()
+    expected = tokens_of(llm, greedy(), PROMPTS[:1])
+    assert sizes[1:3] == [MOST_STEPS] * 2
+    sizes.clear()
+    core = core_of(llm)
+    whole = core.scheduler.schedule
+
+    def schedule(*allowed: Any) -> SchedulerOutput:
+        core.model_executor.interrupt()
+        return whole(*allowed)
+
+    core.scheduler.schedule = schedule  # type: ignore[method-assign]
+    assert tokens_of(llm, greedy(), PROMPTS[:1]) == expected
+    assert set(sizes) == {1}
+    core.scheduler.schedule = whole  # type: ignore[method-assign]
+    sizes.clear()
+    assert tokens_of(llm, greedy(), PROMPTS[:1]) == expected
+    assert max(sizes) == MOST_STEPS
+
+
+def test_what_is_not_finite_in_a_later_step_fails_its_request_alone(make: Make) -> None:
+    llm = make()
+    expected = tokens_of(llm, greedy())
+    runner = core_of(llm).model_executor._worker.model_runner  # type: ignore[attr-defined]
+    whole = runner._stage.forward
+    answers: list[ModelRunnerOutput] = []
+
+    def forward(inputs: Any, kv_caches: Any, further: FurtherSteps | None = None) -> StepOutput:
+        output = whole(inputs, kv_caches, further)
+        if further is None or answers:
+            return output
+        assert further.taken == MOST_STEPS - 1
+        logits = output.logits.clone()
+        logits[2, 7] = torch.nan
+        return StepOutput(output.hidden, logits)
+
+    def sample_tokens(*arguments: Any) -> ModelRunnerOutput:
+        output = type(runner).sample_tokens(runner, *arguments)
+        if output.faults:
+            answers.append(output)
+        return output
+
+    runner._stage.forward, runner.sample_tokens = forward, sample_tokens
+    with pytest.raises(RequestError, match="NaN or infinity for token 9 "):
+        tokens_of(llm, greedy())
+    (answer,) = answers
+    assert answer.sampled_token_ids[2] == expected[2][1:MOST_STEPS]
+    assert answer.sampled_token_ids[0] == expected[0][1 : MOST_STEPS + 1]
+    runner._stage.forward = whole
+    assert tokens_of(llm, greedy()) == expected

@@ -1,0 +1,265 @@
+"""Several steps at once end as steps one by one do; a scheduler that plans one at a time is the oracle."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbengine.config import CacheConfig, SchedulerConfig
+from nbengine.ipc.messages import EngineCoreOutputs, FinishReason
+from nbengine.sampling_params import StructuredOutputsParams
+from nbengine.scheduler.output import Fault, ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.request import Request
+from nbengine.scheduler.scheduler import Scheduler
+from nbengine.scheduler.steps_at_once import StepsAllowed
+from nbengine.scheduler.trace_stream import TraceStream
+from tests.support.thorough import amount
+from tests.unit.scheduler.short_histories import ABORTED, add
+
+BLOCK_SIZE = 4
+MANY = StepsAllowed(8, 1.0)
+
+
+class Side:
+    """A scheduler, and a runner that gives each request the numbers of its tokens, for up to as many steps as a plan
+    asks for: fewer if a request's token is one of its ends."""
+
+    def __init__(
+        self, allowed: StepsAllowed | None, num_blocks: int = 64, seed: int = 0, limit: int = 64
+    ) -> None:
+        self.allowed = allowed
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
+            CacheConfig(block_size=BLOCK_SIZE),
+            num_blocks,
+            limit,
+            clock=lambda: 0.0,
+        )
+        self.random = Random(seed)
+        self.tokens: defaultdict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, FinishReason] = {}
+        self.sizes: list[int] = []
+        """The steps that the plans asked for."""
+        self.num_steps = 0
+
+    def add(self, name: str, interval: float = 100.0, num_prompt: int = 4, **params: Any) -> Request:
+        request = add(self.scheduler, name, num_prompt, **{"temperature": 0.0, **params})
+        request.output_interval = interval
+        return request
+
+    def plan(self) -> SchedulerOutput:
+        plan = self.scheduler.schedule() if self.allowed is None else self.scheduler.schedule(self.allowed)
+        self.sizes.append(plan.num_steps)
+        return plan
+
+    def step(self) -> int:
+        """Plan and compute; return the number of steps that were computed."""
+        plan = self.plan()
+        names, requests = list(plan.num_scheduled_tokens), self.scheduler.requests
+        known = {name: requests[name].num_output_tokens for name in names}
+        due = [name for name in names if name not in plan.incomplete_req_ids]
+        count = self.random.randint(1, plan.num_steps)
+        for further in range(1, count):
+            if any(known[name] + further in requests[name].stop_token_ids for name in due):
+                count = further
+                break
+        for name in names if count > 1 else ():
+            self._check_room(requests[name], count)
+        sampled = [
+            list(range(known[name] + 1, known[name] + 1 + count)) if name in due else [] for name in names
+        ]
+        before = self.scheduler.step_counter
+        self.hear(self.scheduler.update_from_output(plan, ModelRunnerOutput(names, sampled)))
+        assert self.scheduler.step_counter == before + count - 1
+        self.num_steps += count
+        return count
+
+    def _check_room(self, request: Request, count: int) -> None:
+        """There is a block for each token that the steps compute, and the last of them may be had."""
+        computed = request.num_computed_tokens + count - 1
+        assert computed <= len(request.block_ids) * BLOCK_SIZE
+        assert request.num_tokens + count <= request.max_total_tokens
+
+    def hear(self, by_client: dict[int, EngineCoreOutputs]) -> None:
+        for output in (output for outputs in by_client.values() for output in outputs.outputs):
+            assert output.request_id not in self.ends
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+
+    def run(self) -> None:
+        while self.scheduler.requests:
+            self.step()
+        self.scheduler.check_integrity()
+
+
+REQUESTS = st.tuples(
+    st.integers(1, 14),
+    st.integers(1, 30),
+    st.lists(st.integers(1, 30), max_size=2),
+    st.sampled_from([0.0, 1.0, 3.0, 100.0, 100.0, 100.0]),
+    st.sampled_from([0.0, 0.0, 0.0, 0.7]),
+)
+EVENTS = st.lists(st.one_of(REQUESTS, st.integers(1, 6), st.just("abort"), st.just("reset")), max_size=25)
+
+
+@settings(max_examples=amount(400, thorough=10_000))
+@given(events=EVENTS, num_blocks=st.integers(12, 30), seed=st.integers(0, 10**6))
+def test_the_same_comes_out_in_the_end(events: list[Any], num_blocks: int, seed: int) -> None:
+    several, oracle = Side(MANY, num_blocks, seed, limit=44), Side(None, num_blocks, limit=44)
+    for side in (several, oracle):
+        for place, event in enumerate(events):
+            if isinstance(event, tuple):
+                num_prompt, most, ends, interval, temperature = event
+                side.add(
+                    f"r{place}",
+                    interval,
+                    num_prompt,
+                    max_tokens=most,
+                    stop_token_ids=ends,
+                    temperature=temperature,
+                )
+            elif event == "reset":
+                side.scheduler.reset_prefix_cache(reset_running_requests=True)
+            elif event == "abort":
+                names = [name for name in side.scheduler.requests if name not in side.tokens]
+                side.scheduler.finish_requests(names[:1], ABORTED, tell_client=False)
+            else:
+                for _ in range(event):
+                    side.step()
+        side.run()
+    # Which requests had begun when others were aborted depends on how fast they are.
+    for name in several.ends.keys() & oracle.ends.keys():
+        assert several.tokens[name] == oracle.tokens[name]
+        assert several.ends[name] is oracle.ends[name]
+    if "abort" not in events:
+        assert several.ends == oracle.ends
+    assert set(oracle.sizes) <= {1}
+
+
+def test_the_histories_have_plans_of_many_sizes() -> None:
+    side = Side(MANY, seed=3)
+    for name in "abc":
+        side.add(name, max_tokens=40)
+    side.run()
+    assert {1, 8} < set(side.sizes)
+    assert side.num_steps == 40
+
+
+@pytest.mark.parametrize("count", [2, 5, 6, 7, 8])
+def test_what_is_found_of_an_answer_does_not_depend_on_how_it_was_computed(count: int) -> None:
+    found = []
+    for allowed in (None, StepsAllowed(count, 1.0)):
+        side = Side(allowed)
+        side.random.randint = lambda _, most: most  # type: ignore[method-assign]
+        side.add("first", max_tokens=17)
+        side.run()
+        found.append(side.scheduler.kv_cache_manager.block_pool.num_cached_blocks)
+    # Of 21 tokens the last one is not computed.
+    assert found == [5, 5]
+
+
+def refuses(side: Side) -> bool:
+    """Whether a plan asks for one step where it would otherwise ask for several."""
+    return side.plan().num_steps == 1
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "a draw": {"temperature": 1.0},
+    "each token told": {"interval": 0.0},
+    "log probabilities": {"logprobs": 0},
+    "penalties": {"presence_penalty": 0.5},
+    "bias": {"logit_bias": {3: 1.0}},
+    "few tokens": {"allowed_token_ids": [1, 2]},
+    "not an end yet": {"min_tokens": 9},
+    "one token left": {"max_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_one_request_that_wants_each_step_for_itself_keeps_all_to_one(other: str) -> None:
+    side = Side(MANY)
+    side.add("plain", max_tokens=40)
+    side.step()
+    assert side.plan().num_steps == 8
+    side = Side(MANY)
+    side.add("plain", max_tokens=40)
+    side.add("other", **{"max_tokens": 40, **OTHERS[other]})
+    side.step()
+    assert refuses(side)
+
+
+def test_a_request_with_a_grammar_keeps_all_to_one_step() -> None:
+    side = Side(MANY)
+    request = side.add("r", max_tokens=40, structured_outputs=StructuredOutputsParams(json_object=True))
+    side.step()
+    request.grammar = object()  # type: ignore[assignment]
+    assert refuses(side)
+
+
+def test_while_a_request_waits_there_is_one_step_at_a_time() -> None:
+    side = Side(MANY)
+    for name in "abcde":
+        side.add(name, max_tokens=20)
+    side.step()
+    assert refuses(side)
+
+
+def test_while_somebody_follows_the_steps_there_is_one_at_a_time() -> None:
+    side = Side(MANY)
+    side.add("r", max_tokens=20)
+    side.step()
+    trace = TraceStream(side.scheduler)
+    trace.record(True)
+    assert refuses(side)
+
+
+def test_prompts_are_computed_in_steps_of_their_own() -> None:
+    side = Side(MANY)
+    side.add("a", max_tokens=20)
+    assert refuses(side)
+    side = Side(MANY)
+    side.add("a", max_tokens=20)
+    side.step()
+    side.add("b", max_tokens=20)
+    assert refuses(side)
+
+
+def test_tokens_are_held_no_longer_than_their_request_allows() -> None:
+    side = Side(StepsAllowed(8, 0.01))
+    side.add("a", 0.25, max_tokens=20)
+    side.add("b", 0.035, max_tokens=20)
+    side.step()
+    assert side.plan().num_steps == 3
+
+
+def test_nobody_loses_blocks_for_steps_at_once() -> None:
+    # Each has two of the four blocks when its second one is full.
+    side = Side(MANY, num_blocks=5)
+    side.random.randint = lambda _, most: most  # type: ignore[method-assign]
+    for name in "ab":
+        side.add(name, max_tokens=9)
+    side.step()
+    assert side.step() == 4
+    assert side.scheduler.num_preemptions == 0
+
+
+def test_a_fault_in_a_later_step_keeps_the_tokens_before_it() -> None:
+    side = Side(MANY)
+    for name in "ab":
+        side.add(name, max_tokens=20)
+    side.step()
+    plan = side.plan()
+    assert plan.num_steps == 8
+    answer = ModelRunnerOutput(["a", "b"], [[2, 3], [2, 3, 4]], faults={"a": Fault.NOT_FINITE})
+    side.hear(side.scheduler.update_from_output(plan, answer))
+    assert side.tokens["a"] == [1, 2, 3]
+    assert side.ends == {"a": FinishReason.ERROR}
+    side.run()
+    assert side.tokens["b"] == list(range(1, 21))
+    assert side.scheduler.meter.num_generation_tokens == 3 + 20
