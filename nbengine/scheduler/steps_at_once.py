@@ -1,18 +1,17 @@
-"""How many steps a plan may ask for at once."""
+"""The number of steps that a plan asks for at once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from nbengine.kv_cache.manager import KVCacheManager
 from nbengine.scheduler.output import SchedulerOutput
-from nbengine.scheduler.request import Request
+from nbengine.scheduler.queue import RequestQueue
 
 
 @dataclass(frozen=True, slots=True)
 class StepsAllowed:
-    """Most steps of a plan, of which each takes about so much time."""
+    """The most steps of a plan, and the time of each."""
 
     most: int = 1
     seconds: float = 0.0
@@ -23,7 +22,7 @@ ONE_STEP = StepsAllowed()
 
 
 def ask_for_steps(
-    plan: SchedulerOutput, running: Collection[Request], manager: KVCacheManager, allowed: StepsAllowed
+    plan: SchedulerOutput, running: RequestQueue, manager: KVCacheManager, allowed: StepsAllowed
 ) -> int:
     """Make room for several steps of a plan of these requests, which is complete, and return their number.
 

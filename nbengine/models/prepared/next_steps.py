@@ -76,7 +76,7 @@ class NextSteps:
             tables=self._tables.ctypes.data,
         )
 
-    def _set(self, **values: object) -> None:
+    def _set(self, **values: int | NDArray[np.int64]) -> None:
         for name, value in values.items():
             self._program.arguments[self._places, _AT[name]] = value
 

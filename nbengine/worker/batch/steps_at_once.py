@@ -46,4 +46,5 @@ class StepsAtOnce:
         rows = inputs.sampled_rows
         token_ids = self._token_ids[: self._further.taken, : len(rows)]
         self._batch.append_steps(rows, token_ids)
-        return token_ids.T.tolist()
+        by_request: list[list[int]] = token_ids.T.tolist()
+        return by_request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -82,6 +83,8 @@ class Input:
         self.client = bound(zmq.ROUTER, self.address)
         self.input_queue: SimpleQueue = SimpleQueue()
         self.output_queue: SimpleQueue = SimpleQueue()
+        self.interrupted = threading.Event()
+        """Set when steps that are computed at once are to end."""
         self.thread = InputThread(
             context,
             control,
@@ -90,7 +93,7 @@ class Input:
             self.input_queue,
             SimpleQueue(),
             self.output_queue,
-            lambda: None,
+            self.interrupted.set,
         )
         self.control = control
 
@@ -135,6 +138,18 @@ def test_the_ends_that_a_client_has_found_itself_are_read_beside_the_others(inpu
     inputs.abort("r", b"no msgpack")
     inputs.abort("last")
     assert inputs.input_queue.get(timeout=60) == AbortRequests(1, ["last"])
+
+
+def test_what_has_come_does_not_wait_for_steps_that_are_computed_at_once(inputs: Input) -> None:
+    inputs.thread.start()
+    inputs.attach()
+    received(inputs.client)
+    assert inputs.interrupted.wait(60)
+    inputs.interrupted.clear()
+    inputs.abort("r")
+    assert inputs.interrupted.wait(60)
+    # It is set behind what it announces.
+    assert inputs.input_queue.get_nowait() == AbortRequests(1, ["r"])
 
 
 def test_a_client_that_leaves_before_it_was_attached_is_not_attached_any_more(

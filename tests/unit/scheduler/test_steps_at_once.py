@@ -165,7 +165,7 @@ def test_what_is_found_of_an_answer_does_not_depend_on_how_it_was_computed(count
 
 
 def refuses(side: Side) -> bool:
-    """Whether a plan asks for one step where it would otherwise ask for several."""
+    """Tell whether the next plan asks for one step."""
     return side.plan().num_steps == 1
 
 

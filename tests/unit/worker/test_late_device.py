@@ -60,6 +60,7 @@ class LateModel:
         kv_caches: list[LateTensor],
         attn: AttentionMetadata,
         inputs_embeds: LateTensor | None = None,
+        further: None = None,
     ) -> StepOutput:
         names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
         attention = replace(attn, **{name: getattr(attn, name).memory for name in names})
