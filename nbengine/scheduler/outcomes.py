@@ -51,6 +51,12 @@ class RequestOutcomes(SchedulerState):
                 self.kv_cache_manager.cache_blocks(request)
         return self._make_output(request, before, new_token_ids)
 
+    def _count_further_steps(self, answer: ModelRunnerOutput) -> None:
+        """Count the steps that have followed a planned one at once."""
+        further = max(map(len, answer.sampled_token_ids), default=1) - 1
+        self.step_counter += further
+        self._last_answered_step += further
+
     def _finish_without_tokens(
         self, request: Request, plan: SchedulerOutput, answer: ModelRunnerOutput, earlier: list[int]
     ) -> EngineCoreOutput | None:

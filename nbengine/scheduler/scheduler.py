@@ -56,10 +56,10 @@ class Scheduler(RequestOutcomes):
     """
 
     def schedule(self, allowed: StepsAllowed = ONE_STEP) -> SchedulerOutput:
-        """Plan a step: at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests; where nobody waits, and
-        nobody follows the steps, perhaps several `allowed` ones at once, which nothing may be in flight with.
+        """Plan a step: at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests.
 
-        No waiting request is admitted in a step that preempts.
+        Where nobody waits and nobody follows the steps, the plan may ask for several that are `allowed`; nothing may be in
+        flight then. No waiting request is admitted in a step that preempts.
         """
         plan = SchedulerOutput(
             scheduled_new_reqs=[],
@@ -395,10 +395,7 @@ class Scheduler(RequestOutcomes):
             self._take_drafts(model_runner_output.draft_token_ids, step)
         self.meter.num_generation_tokens += num_tokens
         if scheduler_output.num_steps > 1:
-            # Steps that followed at once count as well.
-            further = max(map(len, model_runner_output.sampled_token_ids), default=1) - 1
-            self.step_counter += further
-            self._last_answered_step += further
+            self._count_further_steps(model_runner_output)
         if self.observer is not None:
             self.observer.settled()
         if scheduler_output.preempted_req_ids:
