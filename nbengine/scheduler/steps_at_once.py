@@ -26,8 +26,9 @@ def ask_for_steps(
 ) -> int:
     """Make room for several steps of a plan of these requests, which is complete, and return their number.
 
-    It is more than 1 where each request computes its last token, takes the token of the largest logit, and lets its tokens be held
-    for as long as the steps take. Nobody loses blocks for it.
+    It is more than 1 where each request computes its last token, takes the token of the largest logit, and lets its tokens
+    be held for as long as the steps take. Nobody loses blocks for it. With recurrent layers, a step that ends a block is by
+    itself or the first one: it may have to keep its state for others.
     """
     cached, count = plan.scheduled_cached_reqs, plan.total_num_scheduled_tokens
     if not count or count != len(cached.req_ids) or count != len(running):
@@ -40,6 +41,8 @@ def ask_for_steps(
             return 1
         held = int(request.output_interval / allowed.seconds)
         most = min(most, held, request.max_total_tokens - request.num_tokens)
+        if manager.states is not None:
+            most = min(most, manager.block_size - request.num_computed_tokens % manager.block_size)
         if most < 2:
             return 1
     # They are planned in the order in which they run.

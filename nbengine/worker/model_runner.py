@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nbengine.config import EngineConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState
@@ -18,15 +16,10 @@ from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.kernels.cpu.huge_pages import can_take_pages
 from nbengine.kernels.dispatch import RecurrentKernels, select_kernels, select_recurrent_kernels
 from nbengine.kernels.kv_cache import cache_shape
-from nbengine.kernels.transfer import upload
 from nbengine.kv_cache.specs import make_groups
 from nbengine.models.causal_model import CausalModel, Classifier
 from nbengine.models.step_output import StepOutput
-from nbengine.sampling.logits import TokenMask
 from nbengine.sampling.logits_processor import create_logits_processors
-from nbengine.sampling.logprobs import LogprobRows
-from nbengine.sampling.rows import rows_of
-from nbengine.sampling.sampler import Sampler, SamplerOutput
 from nbengine.scheduler.output import (
     AsyncModelRunnerOutput,
     GrammarOutput,
@@ -41,10 +34,10 @@ from nbengine.worker.batch.group_inputs import dummy_metadata
 from nbengine.worker.batch.input_batch import InputBatch
 from nbengine.worker.batch.pooler import PooledStep, Pooler
 from nbengine.worker.batch.prompt_logprobs import PromptLogprobs
-from nbengine.worker.batch.row_by_row import RowByRow, StepLogits
-from nbengine.worker.batch.staging import StagingBuffer
+from nbengine.worker.batch.row_by_row import StepLogits
 from nbengine.worker.batch.static_inputs import StaticInputs
 from nbengine.worker.batch.step_inputs import StepInputBuilder, StepInputs
+from nbengine.worker.batch.step_sampling import StepSampling
 from nbengine.worker.batch.steps_at_once import MOST_STEPS, StepsAtOnce
 from nbengine.worker.decode_graphs import DecodeGraphs, GraphRecorder
 from nbengine.worker.memory.kv_pages import KVPages
@@ -74,7 +67,7 @@ class ModelRunner:
 
     On a GPU a step waits for nothing but the copy of the sampled token ids, and with async scheduling not
     even for that: the step after it may come before that copy. Only if the device is two steps behind, the
-    runner waits until it has read what it was given (`StagingBuffer`).
+    runner waits until it has read what it was given (`nbengine.worker.batch.staging.StagingBuffer`).
 
     Every rank executes every plan. Those of the last pipeline stage all sample the same tokens from the same
     logits; those of other stages make none, and take the tokens from later plans.
@@ -89,7 +82,7 @@ class ModelRunner:
     _builder: StepInputBuilder
     _decodes: DecodeInputs | StaticInputs | None = None
     _at_once: StepsAtOnce | None = None
-    _uniform: StagingBuffer
+    _sampling: StepSampling
     _pooler: Pooler
 
     def __init__(
@@ -116,7 +109,6 @@ class ModelRunner:
             self._recurrent_kernels = select_recurrent_kernels(device, model.hidden_dtype)
         self._stage = PipelineStage(model, parallel)
         self._processors = create_logits_processors(config, device) if self._stage.is_last else []
-        self._sampler = Sampler(self._processors)
         self._allocations = Allocations(parallel.tp)
         self._prompt_logprobs = PromptLogprobs(
             model.compute_logits, model.config.vocab_size, device, self._allocations
@@ -183,7 +175,7 @@ class ModelRunner:
             )
             if self._model.goes_on and self._start_transfer is None:
                 self._at_once = StepsAtOnce(self._batch)
-        self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
+        self._sampling = StepSampling(self._batch, self._processors, self._allocations, self._device)
         if self._start_transfer is not None:
             self._in_flight = TokensInFlight(self._batch, self._device, self._start_transfer)
         head = self._model if isinstance(self._model, Classifier) else None
@@ -303,7 +295,7 @@ class ModelRunner:
         if state.logits is None:
             self._allocations.put_faults(output)
             return output
-        sampled, wanted = self._sample(state.logits, inputs.sampled_rows, grammar_output)
+        sampled, wanted = self._sampling.sample(state.logits, inputs.sampled_rows, grammar_output)
         self._allocations.put_faults(output)
         if self._in_flight is not None:
             return self._in_flight.start(inputs, sampled, wanted, output)
@@ -396,49 +388,3 @@ class ModelRunner:
                 f"could not allocate a KV cache of {size(num_bytes)} ({num_blocks} blocks{slots}) on {self._device}; "
                 f"lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization: {error}"
             ) from error
-
-    def _sample(
-        self, logits: StepLogits, rows: NDArray[np.int64], grammar_output: GrammarOutput | None
-    ) -> tuple[SamplerOutput, LogprobRows | None]:
-        batch = self._batch.sampling
-        metadata = batch.metadata(rows)
-        uniform = None
-        if metadata.random:
-            self._uniform.array[: len(rows)] = batch.uniforms(rows)
-            uniform = self._uniform.tensor(len(rows))
-        is_counted = not (metadata.asks_more or grammar_output or self._processors)
-        with self._allocations.attempt(is_counted=is_counted) as together:
-            constraints = batch.constraints(rows, self._grammar_mask(grammar_output, rows))
-            output = self._sampler(logits.take(), metadata, uniform, constraints, logits.largest)
-        if together.failed:
-            mask = partial(self._some_of_grammar_mask, grammar_output)
-            alone = RowByRow(self._sampler, batch, self._allocations, mask)
-            output, starved = alone.sample(logits.again(), rows, uniform)
-            self._allocations.starve(self._batch.req_ids[row] for row in starved)
-        self._batch.append_on_device(output.token_ids)
-        return output, metadata.logprobs
-
-    def _some_of_grammar_mask(
-        self, grammar_output: GrammarOutput | None, rows: NDArray[np.int64]
-    ) -> TokenMask | None:
-        """Return the `_grammar_mask` of fewer rows than the step has."""
-        if grammar_output is None:
-            return None
-        row_of = self._batch.row_of
-        here = [place for place, name in enumerate(grammar_output.req_ids) if row_of[name] in rows]
-        some = GrammarOutput([grammar_output.req_ids[place] for place in here], grammar_output.bitmask[here])
-        return self._grammar_mask(some, rows)
-
-    def _grammar_mask(
-        self, grammar_output: GrammarOutput | None, rows: NDArray[np.int64]
-    ) -> TokenMask | None:
-        if grammar_output is None or not grammar_output.req_ids:
-            return None
-        row_of = self._batch.row_of
-        wanted = np.fromiter(
-            map(row_of.__getitem__, grammar_output.req_ids), np.int64, len(grammar_output.req_ids)
-        )
-        order = rows.argsort()
-        positions = order[rows[order].searchsorted(wanted)]
-        bitmask = upload(grammar_output.bitmask, self._device)
-        return TokenMask(rows_of(positions, len(rows), self._device), bitmask)

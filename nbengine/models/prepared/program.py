@@ -297,7 +297,7 @@ def goes_on(model: PreparedModel) -> bool:
     none of them waits for another process."""
     embedding = model.embed_tokens
     is_whole = embedding is not None and isinstance(embedding.weight, PackedWeight)
-    return is_whole and head_of(model) is not None and model.layout.tp_size == 1 and not mixers_of(model)
+    return is_whole and head_of(model) is not None and model.layout.tp_size == 1
 
 
 def scale_of(model: PreparedModel) -> Tensor | None:

@@ -86,6 +86,8 @@ class Batches:
         kv_dtype = kv_dtype or model.dtype
         self.kernels = select_kernels(CPU, kv_dtype, model.hidden_dtype)
         self.groups = make_groups(model.config.cache_rules())
+        self.states_go_on = False
+        """Tell whether each request's state is in its own slot, and nothing of it is kept."""
         self.has_logits = True
         """Tell whether prepared steps make logits, if they are few."""
         self.chance = torch.Generator().manual_seed(7)
@@ -155,7 +157,7 @@ class Batches:
         ids = torch.randint(0, self.model.config.vocab_size, (sum(queries),), generator=chance)
         pairs = zip(lengths, queries, strict=True)
         positions = torch.cat([torch.arange(length - count, length) for length, count in pairs])
-        copies = {id(cache): _copied(cache) for cache in self.caches}
+        copies = {id(cache): copied(cache) for cache in self.caches}
         caches = [copies[id(cache)] for cache in self.caches]
         steps, self.model._prepared = self.model._prepared, self.model._prepared if prepared else None
         try:
@@ -174,9 +176,12 @@ class Batches:
         number = len(counts)
         slots = np.arange(number, dtype=np.int32)[::-1] * 2
         sources = slots.copy()
-        sources[::3], sources[1::3] = slots[::3] + 1, -1
         last = counts[-1:]
-        checkpoints = Checkpoints(np.array([number - 1], np.int32), last - last // 2, slots[:1] + 3)
+        if self.states_go_on:
+            checkpoints = Checkpoints.none()
+        else:
+            sources[::3], sources[1::3] = slots[::3] + 1, -1
+            checkpoints = Checkpoints(np.array([number - 1], np.int32), last - last // 2, slots[:1] + 3)
         return build_recurrent_metadata(
             counts,
             np.ascontiguousarray(slots),
@@ -191,7 +196,7 @@ class Batches:
         return torch.randn(shape, generator=self.chance)
 
 
-def _copied(cache: Any) -> Any:
+def copied(cache: Any) -> Any:
     if isinstance(cache, Tensor):
         return cache.clone()
     return RecurrentState(cache.conv.clone(), cache.state.clone())

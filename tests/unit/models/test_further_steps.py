@@ -20,10 +20,12 @@ from tests.unit.models.prepared_batches import (
     NUM_BLOCKS,
     Batches,
     Load,
+    copied,
     expert_metadata,
     is_same,
     load_gguf,
 )
+from tests.unit.models.test_prepared_groups import MODELS as GROUPED
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ class Walk:
     lengths: list[int]
 
     def __post_init__(self) -> None:
-        self.caches = [cache.clone() for cache in self.batches.caches]
+        self.caches = [copied(cache) for cache in self.batches.caches]
         chance = torch.Generator().manual_seed(3)
         vocabulary = self.batches.model.config.vocab_size
         self.ids = torch.randint(0, vocabulary, (len(self.lengths),), generator=chance)
@@ -112,6 +114,23 @@ def test_layers_in_several_groups_find_their_own_blocks(
     compare(batches)
 
 
+RECURRENT = {name: GROUPED[name] for name in ("qwen3.5", "lfm2")}
+
+
+@pytest.mark.parametrize(("name", "num_threads"), in_turn(RECURRENT, [1, 3]))
+def test_recurrent_states_go_on(
+    name: str, num_threads: int, load: Any, random_model: Any, tmp_path: Path
+) -> None:
+    torch.set_num_threads(num_threads)
+    kind, settings = RECURRENT[name]
+    random_model(kind, **settings).save_pretrained(tmp_path)
+    model = load(tmp_path, torch.bfloat16, quantization="int8")
+    assert model.goes_on
+    batches = Batches(model)
+    batches.states_go_on = True
+    compare(batches)
+
+
 def compare(batches: Batches) -> None:
     at_once, one_by_one = Walk(batches, LENGTHS), Walk(batches, LENGTHS)
     for most in (MOST_FURTHER_STEPS, 0, 1, MOST_FURTHER_STEPS, 3):
@@ -122,7 +141,12 @@ def compare(batches: Batches) -> None:
             assert one_by_one.ids.tolist() == row
         assert is_same(hidden, expected)
     assert at_once.lengths == one_by_one.lengths
-    assert all(map(is_same, at_once.caches, one_by_one.caches))
+    assert all(map(is_same, tensors(at_once.caches), tensors(one_by_one.caches)))
+
+
+def tensors(caches: list[Any]) -> list[Tensor]:
+    parts = [(each,) if isinstance(each, Tensor) else (each.conv, each.state) for each in caches]
+    return [tensor for each in parts for tensor in each]
 
 
 def test_no_step_follows_the_one_that_gives_an_end(load_file: Load) -> None:

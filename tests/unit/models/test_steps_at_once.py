@@ -10,7 +10,7 @@ import pytest
 import torch
 from random_models import random_tokens, save_tokenizer
 
-from nbengine import LLM, SamplingParams
+from nbengine import LLM, RequestOutputKind, SamplingParams
 from nbengine.engine.core.core import EngineCore
 from nbengine.engine.core.step_pace import StepPace
 from nbengine.errors import RequestError
@@ -100,7 +100,8 @@ def tokens_of(llm: LLM, params: SamplingParams, prompts: list[list[int]] = PROMP
 
 
 def greedy(**params: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "max_tokens": 40, "ignore_eos": True, **params})
+    usual = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **{**usual, **params})
 
 
 @pytest.mark.parametrize("num_blocks", [BLOCKS, 18], ids=["roomy", "tight"])
@@ -137,18 +138,19 @@ def test_an_answer_ends_at_its_end_token_and_costs_no_step_more(make: Make, size
     assert together == alone
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"stop_token_ids": list(range(MOST_ENDS + 1))},
-        {"temperature": 0.8, "seed": 3},
-        {"min_tokens": 30, "ignore_eos": False},
-        {"repetition_penalty": 1.3},
-        {"logit_bias": {5: 1.0}},
-        {"logprobs": 1},
-    ],
-    ids=lambda params: next(iter(params)),
-)
+MORE: list[dict[str, Any]] = [
+    {"stop_token_ids": list(range(MOST_ENDS + 1))},
+    {"logprobs": 1},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.5, "top_k": 9, "top_p": 0.9},
+    {"min_tokens": 30, "ignore_eos": False, "stop_token_ids": [7, 8, 9, 10, 11]},
+    {"repetition_penalty": 1.3, "temperature": 0.5},
+    {"frequency_penalty": 1.5},
+    {"logit_bias": {5: 1.0}},
+]
+
+
+@pytest.mark.parametrize("params", MORE, ids=lambda params: " ".join(params))
 def test_who_asks_for_more_gets_one_step_at_a_time(
     make: Make, sizes: list[int], params: dict[str, Any]
 ) -> None:
@@ -156,6 +158,7 @@ def test_who_asks_for_more_gets_one_step_at_a_time(
     answers = tokens_of(make(), asked)
     assert set(sizes) == {1}
     assert answers == tokens_of(make(at_once=False), asked)
+    assert len(set(map(tuple, answers))) == len(answers)
 
 
 def test_the_steps_end_when_there_is_something_else_to_do(make: Make, sizes: list[int]) -> None:

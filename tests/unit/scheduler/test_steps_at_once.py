@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,13 +13,18 @@ from hypothesis import strategies as st
 
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.ipc.messages import EngineCoreOutputs, FinishReason
-from nbengine.sampling_params import StructuredOutputsParams
-from nbengine.scheduler.output import Fault, ModelRunnerOutput, SchedulerOutput
+from nbengine.kv_cache.specs import FULL, make_groups
+from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
+from nbengine.scheduler.options import SchedulerOptions
+from nbengine.scheduler.output import CachedRequestData, Fault, ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.request import Request
 from nbengine.scheduler.scheduler import Scheduler
 from nbengine.scheduler.steps_at_once import StepsAllowed
 from nbengine.scheduler.trace_stream import TraceStream
 from tests.support.thorough import amount
+from tests.unit.scheduler.layered_model import Rules, tables_of
+from tests.unit.scheduler.mixtures import MIXTURES, STATE
+from tests.unit.scheduler.paged_model import EOS, VOCAB_SIZE, FakeWorker, sequential_tokens
 from tests.unit.scheduler.short_histories import ABORTED, add
 
 BLOCK_SIZE = 4
@@ -164,14 +170,107 @@ def test_what_is_found_of_an_answer_does_not_depend_on_how_it_was_computed(count
     assert found == [5, 5]
 
 
+class PagedRun:
+    """A scheduler, and a worker whose memory shows what was shared, reused or left out by mistake."""
+
+    def __init__(self, rules: Rules, seed: int) -> None:
+        self.random, self.rules = Random(seed), rules
+        num_slots = 7 if STATE in rules else 0
+        num_blocks = 12 * len(tables_of(rules)) + 1 if tables_of(rules) else 0
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=20),
+            CacheConfig(block_size=BLOCK_SIZE),
+            num_blocks,
+            48,
+            options=SchedulerOptions(groups=make_groups(rules), num_state_slots=num_slots),
+            clock=lambda: 0.0,
+        )
+        states = self.scheduler.kv_cache_manager.states
+        if states is not None:
+            assert states._rule is not None
+            # The product's spacing would be longer than the requests.
+            states._rule = replace(states._rule, finest=BLOCK_SIZE)
+        self.worker = FakeWorker(num_blocks, BLOCK_SIZE, None, rules, num_slots)
+        self.prompts: dict[str, list[int]] = {}
+        self.tokens: defaultdict[str, list[int]] = defaultdict(list)
+        self.sizes: list[int] = []
+
+    def add(self) -> None:
+        """Add a request, half of them with a prompt that goes on where another was."""
+        name, chance = f"r{len(self.prompts)}", self.random
+        prompt = [chance.randrange(VOCAB_SIZE) for _ in range(chance.randint(1, 17))]
+        if self.prompts and chance.random() < 0.5:
+            before = chance.choice(list(self.prompts))
+            prompt = [*self.prompts[before], *self.tokens[before]][:20] + prompt[:3]
+        self.prompts[name] = prompt
+        params = SamplingParams(max_tokens=chance.randint(1, 24), stop_token_ids=[EOS], temperature=0)
+        request = Request(name, prompt, params, block_hasher=self.scheduler.kv_cache_manager.block_hasher)
+        request.output_interval = chance.choice([100.0, 100.0, 100.0, 0.0])
+        self.scheduler.add_request(request)
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule(MANY)
+        answer = self.worker.execute(plan)
+        self.sizes.append(1)
+        for _ in range(self.random.randint(1, plan.num_steps) - 1):
+            if any(tokens[-1] == EOS for tokens in answer.sampled_token_ids):
+                break
+            cached = plan.scheduled_cached_reqs
+            following = CachedRequestData(
+                cached.req_ids,
+                new_block_ids=[None for _ in cached.req_ids],
+                num_computed_tokens=[number + self.sizes[-1] for number in cached.num_computed_tokens],
+            )
+            further = SchedulerOutput(
+                [], following, plan.num_scheduled_tokens, plan.total_num_scheduled_tokens, set()
+            )
+            for tokens, more in zip(
+                answer.sampled_token_ids, self.worker.execute(further).sampled_token_ids, strict=True
+            ):
+                tokens += more
+            self.sizes[-1] += 1
+        for outputs in self.scheduler.update_from_output(plan, answer).values():
+            for output in outputs.outputs:
+                self.tokens[output.request_id] += output.new_token_ids
+
+    def check(self) -> None:
+        for name, prompt in self.prompts.items():
+            tokens = self.tokens[name]
+            expected = sequential_tokens(prompt, len(tokens), rules=self.rules)
+            assert tokens == expected
+            assert EOS not in tokens[:-1]
+        self.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("mixture", ["full", *MIXTURES])
+def test_every_slot_and_state_is_where_its_tokens_need_it(mixture: str) -> None:
+    sizes: set[int] = set()
+    preemptions = hits = 0
+    for seed in range(amount(25, thorough=1000)):
+        run = PagedRun(MIXTURES.get(mixture, (FULL,)), seed)
+        for _ in range(8):
+            run.add()
+            for _ in range(run.random.choice([0, 1, 4, 9])):
+                run.step()
+        while run.scheduler.requests:
+            run.step()
+        run.check()
+        sizes.update(run.sizes)
+        preemptions += run.scheduler.num_preemptions
+        hits += run.scheduler.make_stats().prefix_cache_hits
+    assert max(sizes) == (4 if STATE in MIXTURES.get(mixture, ()) else 8)
+    assert hits
+    assert preemptions or mixture in ("window", "chunk", "recurrent", "window and recurrent")
+
+
 def refuses(side: Side) -> bool:
     """Tell whether the next plan asks for one step."""
     return side.plan().num_steps == 1
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "a draw": {"temperature": 1.0},
     "each token told": {"interval": 0.0},
+    "a draw": {"temperature": 1.0},
     "log probabilities": {"logprobs": 0},
     "penalties": {"presence_penalty": 0.5},
     "bias": {"logit_bias": {3: 1.0}},

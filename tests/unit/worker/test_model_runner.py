@@ -225,13 +225,13 @@ def test_bfloat16_logits_are_the_same_bits_alone_and_in_company(
     def logits_of_x(others: int) -> list[torch.Tensor]:
         runner = new_runner(model)
         seen = []
-        sample = runner._sampler
+        sample = runner._sampling._sampler
 
         def record(logits: torch.Tensor, *rest: object) -> object:
             seen.append(logits[0].clone())
             return sample(logits, *rest)
 
-        runner._sampler = record
+        runner._sampling._sampler = record
         run = driver(runner=runner)
         run.add("x", [3, 1, 4], SamplingParams(temperature=0), max_tokens=24)
         for index in range(others):
