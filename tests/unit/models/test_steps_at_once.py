@@ -19,10 +19,15 @@ from nbengine.models.step_output import StepOutput
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from nbengine.worker.batch.sampling_batch import MOST_ENDS
 from nbengine.worker.batch.steps_at_once import MOST_STEPS
+from tests.unit.models.test_prepared_groups import MODELS as GROUPED
 
 PROMPTS = [random_tokens(length, 1) for length in (37, 5, 34, 16, 39)]
-BLOCKS = 60
+BLOCKS = 200
 Make = Callable[..., LLM]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"head_dim": 32}),
+    **{name: GROUPED[name] for name in ("gemma3", "qwen3.5", "lfm2")},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +42,15 @@ def one_thread() -> Iterator[None]:
 def make(tmp_path: Path, random_model: Any) -> Iterator[Make]:
     """Make an engine whose steps take no time, as far as it knows."""
     engines: list[LLM] = []
-    random_model("Llama", head_dim=32).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
 
-    def make(*, at_once: bool = True, num_blocks: int = BLOCKS) -> LLM:
+    def make(name: str = "llama", *, at_once: bool = True, num_blocks: int = BLOCKS) -> LLM:
+        directory = tmp_path / name
+        if not directory.exists():
+            kind, settings = MODELS[name]
+            random_model(kind, **settings).save_pretrained(directory)
+            save_tokenizer(directory)
         llm = LLM(
-            str(tmp_path),
+            str(directory),
             quantization="int8",
             block_size=8,
             max_model_len=128,
@@ -104,14 +112,17 @@ def greedy(**params: Any) -> SamplingParams:
     return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **{**usual, **params})
 
 
-@pytest.mark.parametrize("num_blocks", [BLOCKS, 18], ids=["roomy", "tight"])
-def test_answers_are_those_of_one_step_at_a_time(make: Make, sizes: list[int], num_blocks: int) -> None:
-    one = make(at_once=False, num_blocks=num_blocks)
+@pytest.mark.parametrize(("name", "num_blocks"), [*((name, BLOCKS) for name in MODELS), ("llama", 18)])
+def test_answers_are_those_of_one_step_at_a_time(
+    name: str, make: Make, sizes: list[int], num_blocks: int
+) -> None:
+    one = make(name, at_once=False, num_blocks=num_blocks)
     expected = tokens_of(one, greedy())
     assert set(sizes) == {1}
-    several = make(num_blocks=num_blocks)
+    several = make(name, num_blocks=num_blocks)
     assert tokens_of(several, greedy()) == expected
-    assert max(sizes) == MOST_STEPS
+    # States are not left behind in the middle of steps at once.
+    assert max(sizes) == MOST_STEPS if name in ("llama", "gemma3") else max(sizes) > 1
     preemptions = core_of(several).scheduler.num_preemptions
     assert bool(preemptions) == (num_blocks < BLOCKS)
     # What is found of prompts and answers is the same, too.
