@@ -293,14 +293,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
-    def takes_largest(self) -> bool:
-        """Tell whether each token is the one with the largest of the model's own logits, and nothing else is asked."""
+    def is_plain(self) -> bool:
+        """Tell whether each token is taken or drawn from the model's own logits, and nothing else is asked."""
         changes = self.logit_bias or self.bad_words or self.bad_words_token_ids or self.min_tokens
         return (
-            self.is_greedy
-            and not (changes or self.has_penalties)
-            and self.allowed_token_ids is None
-            and self.logprobs is None
+            not (changes or self.has_penalties) and self.allowed_token_ids is None and self.logprobs is None
         )
 
     def clone(self) -> SamplingParams:

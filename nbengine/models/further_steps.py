@@ -12,10 +12,12 @@ MOST_FURTHER_STEPS = 7
 
 @dataclass(slots=True)
 class FurtherSteps:
-    """Steps that may follow a step of B requests at once, each with the tokens of the largest logits of the one before.
+    """Steps that may follow a step of B requests at once, each with the tokens of the one before: of the largest logits,
+    or drawn.
 
-    The caller sets `most`, the model `taken`. A request's blocks have room for all of its tokens. No step follows one
-    after which some logit is not finite, some request's token is one of its ends, or `stop` is not 0.
+    The caller sets `most` and `has_draws`, the model `taken`. A request's blocks have room for all of its tokens. No step
+    follows one after which some logit is not finite, some request's token is one of its ends or cannot be drawn here,
+    or `stop` is not 0.
     """
 
     ends: Tensor
@@ -24,6 +26,11 @@ class FurtherSteps:
     """[1] int64: another thread may write 1, for the steps to end soon."""
     token_ids: Tensor
     """[steps, rows] int64: the tokens that were taken, step by step."""
+    draws: Tensor
+    """[rows, bytes] uint8: a `DRAW_ROW` for each request, with the random number of its first token; the model overwrites
+    them."""
+    has_draws: bool = False
+    """Some token is drawn."""
     most: int = 0
     """Most steps that may follow."""
     taken: int = 0

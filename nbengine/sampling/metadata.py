@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nbengine.kernels.draw_parameters import DRAW_ROW
 from nbengine.kernels.transfer import upload
 from nbengine.sampling.logits import LogitBias, TokenMask
 from nbengine.sampling.logprobs import LogprobRows
@@ -52,6 +53,8 @@ class RandomRows:
     temperature: Tensor
     """float32 [R, 1]"""
     filters: Filters | None
+    draws: NDArray[np.void]
+    """The same as `DRAW_ROW`s [R], on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class SamplingMetadata:
 
     greedy_rows: Rows | None
     random: tuple[RandomRows, ...]
+    draws: NDArray[np.void] | None = None
+    """A `DRAW_ROW` for each row, where some are random."""
     allowed: TokenMask | None = None
     """The mask of the rows with `allowed_token_ids`."""
     banned: Tensor | None = None
@@ -101,6 +106,7 @@ class SamplingMetadata:
             return cls(greedy_rows=ALL_ROWS, random=())
         has_k = (top_k > 0) & (top_k < vocab_size)
         filtered = ~greedy & (has_k | (top_p < 1) | (min_p > 0))
+        draws = _draw_rows(np.where(greedy, np.inf, temperature), np.where(has_k, top_k, 0), top_p, min_p)
         groups = []
         for members, is_filtered in ((~greedy & ~filtered, False), (filtered, True)):
             if not members.any():
@@ -114,10 +120,11 @@ class SamplingMetadata:
                     rows=rows_of(rows, len(members), device),
                     temperature=_column(temperature[rows, None], device),
                     filters=filters,
+                    draws=draws[rows],
                 )
             )
         greedy_rows = _column(np.flatnonzero(greedy), device) if greedy.any() else None
-        return cls(greedy_rows, tuple(groups))
+        return cls(greedy_rows, tuple(groups), draws)
 
 
 def _filters(
@@ -128,9 +135,7 @@ def _filters(
     vocab_size: int,
     device: torch.device,
 ) -> Filters:
-    has_p, has_min_p = top_p < 1, min_p > 0
-    log_min_p = np.full_like(min_p, -np.inf)
-    np.log(min_p, out=log_min_p, where=has_min_p)
+    has_p, has_min_p, log_min_p = top_p < 1, min_p > 0, _log(min_p)
     return Filters(
         top_k=_column(np.where(has_k, top_k, vocab_size + 1)[:, None], device) if has_k.any() else None,
         top_p=_column(np.where(has_p, top_p, np.inf)[:, None], device) if has_p.any() else None,
@@ -138,6 +143,25 @@ def _filters(
         max_top_k=int(top_k[has_k].max(initial=0)),
         needs_full_mass=bool((has_p & ~has_k & ~has_min_p).any()),
     )
+
+
+def _draw_rows(
+    temperature: NDArray[np.float32],
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float64],
+    min_p: NDArray[np.float32],
+) -> NDArray[np.void]:
+    rows = np.zeros(len(temperature), DRAW_ROW)
+    rows["inverse"], rows["log_min_p"] = 1 / temperature, _log(min_p)
+    rows["top_p"], rows["top_k"] = top_p, top_k
+    return rows
+
+
+def _log(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the logarithms, minus infinity of 0."""
+    result = np.full_like(min_p, -np.inf)
+    np.log(min_p, out=result, where=min_p > 0)
+    return result
 
 
 def _column(array: NDArray[np.generic], device: torch.device) -> Tensor:

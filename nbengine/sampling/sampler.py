@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.errors import NBEngineError
+from nbengine.kernels.draw_parameters import UNDECIDED
+from nbengine.sampling.compiled_draws import compiled_draws
 from nbengine.sampling.draw import draw, draw_filtered
 from nbengine.sampling.logits import TokenMask, add_bias, apply_mask, ban, float_copy
 from nbengine.sampling.logits_processor import LogitsProcessor
@@ -156,6 +158,22 @@ def _parts(
 
 
 def _drawn(logits: Tensor, uniform: Tensor, group: RandomRows, members: slice) -> tuple[Tensor, Tensor]:
+    draws = compiled_draws() if logits.device.type == "cpu" else None
+    if draws is None:
+        return _drawn_by_torch(logits, uniform, group, members)
+    parameters = group.draws[members]
+    parameters["uniform"] = uniform.numpy()
+    tokens, masses = draws(logits, parameters)
+    found = np.flatnonzero(tokens.numpy() == UNDECIDED)
+    if len(found):
+        rest = torch.from_numpy(found)
+        tokens[rest], _ = _drawn_by_torch(logits[rest], uniform[rest], group, rest + members.start)
+    return tokens, masses
+
+
+def _drawn_by_torch(
+    logits: Tensor, uniform: Tensor, group: RandomRows, members: Rows
+) -> tuple[Tensor, Tensor]:
     scaled = logits / group.temperature[members]
     if group.filters is None:
         return draw(scaled, uniform)

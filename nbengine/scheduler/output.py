@@ -78,7 +78,7 @@ class SchedulerOutput:
     num_steps: int = 1
     """Most steps that may be computed at once: a request whose token is known after one of them goes on with it in the
     next one. More than 1 where every request of the plan computes one token, has room for as many, may have as many,
-    and takes the token of the largest logit."""
+    and asks for nothing but tokens of the model's own logits."""
     has_structured_output_requests: bool = False
     """True if some request that gets a token has a grammar: a `GrammarOutput` is then due before sampling."""
     step: int = 0

@@ -78,6 +78,7 @@ class Request:
         "grammar",
         "has_stop_string",
         "held_output",
+        "is_plain",
         "last_step",
         "made_states",
         "max_total_tokens",
@@ -112,7 +113,6 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
-        "takes_largest",
         "tell_at",
         "transcript",
     )
@@ -196,7 +196,7 @@ class Request:
         self.max_total_tokens = 0
         self.grammar: Grammar | None = None
         """With structured outputs: the grammar that the output must follow."""
-        self.takes_largest = sampling_params is not None and sampling_params.takes_largest
+        self.is_plain = sampling_params is not None and sampling_params.is_plain
         self.skip_reading_prefix_cache = pooling_params is not None and pooling_params.needs_every_token
         if sampling_params is not None:
             self._set_limits(sampling_params)

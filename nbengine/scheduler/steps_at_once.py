@@ -26,8 +26,8 @@ def ask_for_steps(
 ) -> int:
     """Make room for several steps of a plan of these requests, which is complete, and return their number.
 
-    It is more than 1 where each request computes its last token, takes the token of the largest logit, and lets its tokens
-    be held for as long as the steps take. Nobody loses blocks for it. With recurrent layers, a step that ends a block is by
+    It is more than 1 where each request computes its last token, asks for nothing but tokens of the model's own logits, and
+    lets them be held for as long as the steps take. Nobody loses blocks for it. With recurrent layers, a step that ends a block is by
     itself or the first one: it may have to keep its state for others.
     """
     cached, count = plan.scheduled_cached_reqs, plan.total_num_scheduled_tokens
@@ -37,7 +37,7 @@ def ask_for_steps(
         return 1
     most = allowed.most
     for request in running:
-        if not request.takes_largest or request.grammar is not None:
+        if not request.is_plain or request.grammar is not None:
             return 1
         held = int(request.output_interval / allowed.seconds)
         most = min(most, held, request.max_total_tokens - request.num_tokens)

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbengine.kernels.cpu.next_step import TABLE_WORDS, NextStepArguments, compile_next_step
+from nbengine.kernels.draw_parameters import DRAW_ROW
+from nbengine.sampling.random_streams import uniforms
 from tests.support.thorough import amount
 
 BLOCKS, UNTOUCHED = 9, -7
@@ -22,7 +24,7 @@ class Steps:
     """Requests in the middle of a step, in arrays with room for one more, which must stay as it is."""
 
     lengths: list[int]
-    largest: list[int]
+    chosen: list[int]
     block_size: int = 4
     num_groups: int = 1
     ends: list[list[int]] = field(default_factory=list)
@@ -32,7 +34,7 @@ class Steps:
         chance = np.random.default_rng(len(self.lengths))
         count = len(self.lengths)
         self.arrays: dict[str, Any] = {
-            "largest": np.array([*self.largest, 3]),
+            "chosen": np.array([*self.chosen, 3]),
             "ids": np.full(count + 1, UNTOUCHED),
             "taken": np.full(count + 1, UNTOUCHED),
             "positions": np.array([length - 1 for length in self.lengths] + [UNTOUCHED]),
@@ -101,7 +103,7 @@ def test_each_request_goes_on_with_its_token(
 @pytest.mark.parametrize(
     "more",
     [
-        {"largest": [5, -1]},
+        {"chosen": [5, -1]},
         {"ends": [[-1, -1], [-1, 6]]},
         {"ends": [[5, -1], [-1, -1]]},
         {"stop": 1},
@@ -109,12 +111,27 @@ def test_each_request_goes_on_with_its_token(
     ids=["not finite", "the last end", "the first end", "stopped from outside"],
 )
 def test_nothing_changes_where_no_step_follows(more: dict[str, Any]) -> None:
-    steps = Steps(**{"lengths": [3, 9], "largest": [5, 6], **more})
+    steps = Steps(**{"lengths": [3, 9], "chosen": [5, 6], **more})
     before = {name: array.copy() for name, array in steps.arrays.items() if name != "stopped"}
     assert not steps.take()
     assert all((steps.arrays[name] == array).all() for name, array in before.items())
     assert (steps.slots == UNTOUCHED).all()
     assert steps.seq_lens.tolist() == [[3, 9, UNTOUCHED]]
+
+
+def test_rows_get_the_next_random_numbers_of_their_streams() -> None:
+    steps = Steps([3, 9, 4], [5, 6, 7])
+    rows = np.zeros(3, DRAW_ROW)
+    streams = np.array([1, 2**64 - 1, 0x123456789ABCDEF0], np.uint64)
+    rows["stream"], rows["number"], rows["inverse"] = streams, [0, 7, 2**40], 0.5
+    steps.arrays["draws"] = rows
+    for count in (1, 2, 3):
+        assert steps.take()
+        numbers = np.array([0, 7, 2**40]) + count
+        assert rows["number"].tolist() == numbers.tolist()
+        assert rows["uniform"].tolist() == uniforms(streams, numbers).tolist()
+    assert rows["stream"].tolist() == streams.tolist()
+    assert rows["inverse"].tolist() == [0.5] * 3
 
 
 def test_an_end_of_one_request_is_none_of_another() -> None:

@@ -9,23 +9,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.kernels.attention_metadata import AttentionMetadata
+from nbengine.kernels.cpu.draw import DrawArguments
 from nbengine.kernels.cpu.next_step import TABLE_WORDS, NextStepArguments
 from nbengine.kernels.cpu.program import STOPPED_AT, Operations, Program, places_of
 from nbengine.models.further_steps import FurtherSteps
+from nbengine.models.prepared.operations import StepOperations
 
 _AT = places_of(NextStepArguments)
 
 
 class NextSteps:
-    """The operations of a step, each time followed by one that lays out the next step; `places` are those of the latter,
-    behind all others of the program."""
+    """The operations of a step, each time followed by those that draw tokens and lay out the next step."""
 
-    def __init__(self, program: Program, places: Sequence[int], block_size: int) -> None:
+    def __init__(self, program: Program, made: StepOperations, block_size: int) -> None:
         self._program = program
+        self._draw, places = made.draw, made.passages
+        self._chosen = made.chosen
         self._places = slice(places[0], places[-1] + 1)
         self._tables: NDArray[np.int64] = np.zeros((0, TABLE_WORDS), np.int64)
         self._told: FurtherSteps | None = None
-        self._runs: dict[int, Operations] = {}
+        self._runs: dict[tuple[int, bool], Operations] = {}
         addresses = program.addresses
         self._set(
             shift=block_size.bit_length() - 1,
@@ -50,10 +53,16 @@ class NextSteps:
         """Run `step`, and then what may follow; `groups` has the metadata of each cache group."""
         if further is not self._told:
             self._take_in(further, groups, input_ids, positions)
-        run = self._runs.get(further.most)
+        kind = further.most, further.has_draws
+        run = self._runs.get(kind)
         if run is None:
-            run = self._runs[further.most] = self._repeated(step, further.most)
-        further.taken = self._program.run(run) // (step.count + 1)
+            run = self._runs[kind] = self._repeated(step, *kind)
+        self._set(
+            chosen=self._chosen[further.has_draws],
+            draws=further.draws.data_ptr() if further.has_draws else 0,
+        )
+        between = 2 if further.has_draws else 1
+        further.taken = self._program.run(run) // (step.count + between)
 
     def _take_in(
         self,
@@ -64,6 +73,7 @@ class NextSteps:
     ) -> None:
         self._told = further
         self._tables = np.array(list(map(_table_words, groups)), np.int64)
+        self._program.view(self._draw, DrawArguments).rows = further.draws.data_ptr()
         taken = further.token_ids
         self._set(
             ends=further.ends.data_ptr(),
@@ -80,12 +90,12 @@ class NextSteps:
         for name, value in values.items():
             self._program.arguments[self._places, _AT[name]] = value
 
-    def _repeated(self, step: Operations, most: int) -> Operations:
+    def _repeated(self, step: Operations, most: int, has_draws: bool) -> Operations:
         """Return the operations of a step and of `most` further ones."""
-        passages = self._program.some(range(self._places.start, self._places.stop)).table
+        draw = [self._draw] if has_draws else []
         parts = [step.table]
-        for passage in passages[:most]:
-            parts += [passage[None], step.table]
+        for passage in range(self._places.start, self._places.start + most):
+            parts += [self._program.some([*draw, passage]).table, step.table]
         return Operations(np.ascontiguousarray(np.concatenate(parts)))
 
 

@@ -13,6 +13,7 @@ from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.cpu.backend import AttentionFunctions, set_options, sinks_for
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.decode_plan import DecodePlanArguments, compile_decode_plan
+from nbengine.kernels.cpu.draw import DrawArguments, compile_draw, scratch_bytes
 from nbengine.kernels.cpu.expert_steps import EachArguments
 from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.largest import PARTS, LargestArguments, compile_largest
@@ -82,6 +83,8 @@ class StepOperations:
         self.layers: list[int] = []
         self.logits: list[int] = []
         self.passages: list[int] = []
+        self.draw = -1
+        """The place of the operation that draws tokens."""
         self._buffers = buffers
         self._heads, self._kv_heads = attention.num_heads, attention.num_kv_heads
         self._head_dim = attention.head_dim
@@ -233,14 +236,29 @@ class StepOperations:
             self.operations.append(Operation(function, arguments, 1))
         self.logits = list(range(first, len(self.operations)))
 
-    def add_passages(self, count: int) -> None:
-        """Lay out the next step with the tokens of the largest logits, for up to `count` further steps in one run; to be
-        added last."""
-        first = len(self.operations)
+    def add_passages(self, count: int, vocab_size: int) -> None:
+        """Draw tokens, and lay out the next step, for up to `count` further steps in one run; to be added last."""
+        buffers, rows = self._buffers, len(self._buffers.logits)
+        self._scratch = torch.empty(rows, scratch_bytes(vocab_size), dtype=torch.uint8)
+        self._drawn, self._masses = torch.empty(2, rows, dtype=torch.int64)
+        draw = DrawArguments(
+            width=vocab_size,
+            x=buffers.logits.data_ptr(),
+            x_stride=row_bytes(buffers.logits),
+            scratch=self._scratch.data_ptr(),
+            scratch_stride=row_bytes(self._scratch),
+            ids=self._drawn.data_ptr(),
+            masses=self._masses.data_ptr(),
+            greedy=buffers.ids.data_ptr(),
+            nothing=-1,
+        )
+        self.draw = len(self.operations)
+        self.operations.append(Operation(compile_draw(), draw, 1, has_tokens=False))
         for _ in range(count):
-            arguments = NextStepArguments(items=1, largest=self._buffers.ids.data_ptr())
-            self.operations.append(Operation(compile_next_step(), arguments))
-        self.passages = list(range(first, len(self.operations)))
+            self.operations.append(Operation(compile_next_step(), NextStepArguments(items=1)))
+        self.passages = list(range(self.draw + 1, len(self.operations)))
+        self.chosen = buffers.ids.data_ptr(), self._drawn.data_ptr()
+        """The addresses of the tokens of the largest logits, and of those that are drawn where a row asks for it."""
 
     def _normalise_heads(self, query: RMSNorm, key: RMSNorm, target: Tensor) -> None:
         """Normalise queries and keys; where queries lie beside their gates, bring them together in `target`."""

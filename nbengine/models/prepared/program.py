@@ -92,7 +92,7 @@ class StepProgram:
         if self._head is not None:
             operations.add_logits(self._head, self._vocab_size)
         if goes_on(model):
-            operations.add_passages(MOST_FURTHER_STEPS)
+            operations.add_passages(MOST_FURTHER_STEPS, self._vocab_size)
         self._program = Program(
             [(each.function, each.arguments) for each in operations.operations],
             None if ranks is None else ranks.finish,
@@ -107,9 +107,7 @@ class StepProgram:
         self._recurrent = RecurrentGroup(mixers, operations.states, self._program) if mixers else None
         self._next: NextSteps | None = None
         if operations.passages:
-            self._next = NextSteps(
-                self._program, operations.passages, self._functions.decode_shape.block_size
-            )
+            self._next = NextSteps(self._program, operations, self._functions.decode_shape.block_size)
         self._kv_caches: list[Any] = []
         self._runs: dict[tuple[bool, bool, bool], list[Operations]] = {}
         self._outputs: dict[int, _Outputs] = {}
@@ -212,7 +210,7 @@ class StepProgram:
         kind = has_decodes, has_others, has_logits
         if kind not in self._runs:
             made = self._operations
-            left_out = {*made.passages, *(() if has_decodes else made.decodes)}
+            left_out = {made.draw, *made.passages, *(() if has_decodes else made.decodes)}
             left_out.update(() if has_others else made.prefills)
             left_out.update(() if has_logits else made.logits)
             starts = [0, *made.layers[1:], len(made.operations)] if has_others else [0, len(made.operations)]

@@ -138,7 +138,7 @@ class InputBatch:
         self.sampling.append(rows, token_ids)
 
     def append_steps(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Append the tokens of several steps, [steps, rows], to rows of which `SamplingBatch.takes_largest` is true."""
+        """Append the tokens of several steps, [steps, rows], to rows that `SamplingBatch.is_plain` is true of."""
         starts, count = self._num_tokens[rows], len(token_ids)
         for step, tokens in enumerate(token_ids):
             self.token_ids[rows, starts + step] = tokens

@@ -209,15 +209,23 @@ class SamplingBatch:
             self._metadata_key = key
         return self._metadata
 
-    def takes_largest(self, rows: NDArray[np.int64]) -> bool:
-        """Return whether the next tokens of `rows` are those of the largest logits, whatever comes before them, and
-        `ends` has all their ends."""
+    def is_plain(self, rows: NDArray[np.int64]) -> bool:
+        """Return whether the next tokens of `rows` are taken or drawn from the model's own logits, whatever comes before
+        them, and `ends` has all their ends."""
         if self._processors is not None or len(self._early_ends) or len(self._bad_words):
             return False
-        metadata = self.metadata(rows)
-        if metadata.random or metadata.asks_more:
+        return not (self.metadata(rows).asks_more or self.rows["has_more_ends"][rows].any())
+
+    def put_draws(self, draws: NDArray[np.void], rows: NDArray[np.int64]) -> bool:
+        """Write what the draws of the next tokens of `rows` need into `draws`, a `DRAW_ROW` each; return False if none of
+        them is drawn."""
+        known = self.metadata(rows).draws
+        if known is None:
             return False
-        return not self.rows["has_more_ends"][rows].any()
+        draws[:] = known
+        draws["stream"], draws["number"] = self.rows["stream"][rows], self._num_output_tokens(rows)
+        draws["uniform"] = self.uniforms(rows)
+        return True
 
     def uniforms(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the random number of each row's next output token, in [0, 1)."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from nbengine.kernels.transfer import upload
+from nbengine.sampling.compiled_draws import compiled_draws
 from nbengine.sampling.logits import TokenMask
 from nbengine.sampling.logits_processor import LogitsProcessor
 from nbengine.sampling.logprobs import LogprobRows
@@ -38,6 +39,9 @@ class StepSampling:
         self._allocations = allocations
         self._device = device
         self._uniform = StagingBuffer(len(batch.rows), torch.float64, device)
+        if device.type == "cpu":
+            # Compiled here, so that no step waits for it.
+            compiled_draws()
 
     def sample(
         self, logits: StepLogits, rows: NDArray[np.int64], grammar_output: GrammarOutput | None

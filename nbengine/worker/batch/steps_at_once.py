@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from nbengine.kernels.draw_parameters import DRAW_ROW
 from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.worker.batch.input_batch import InputBatch
@@ -20,10 +22,12 @@ class StepsAtOnce:
         self._batch = batch
         token_ids = torch.zeros(MOST_FURTHER_STEPS, len(batch.block_table), dtype=torch.int64)
         self._token_ids = token_ids.numpy()
+        self._draws = np.zeros(len(batch.block_table), DRAW_ROW)
         self._further = FurtherSteps(
             ends=torch.from_numpy(batch.sampling.ends),
             stop=torch.zeros(1, dtype=torch.int64),
             token_ids=token_ids,
+            draws=torch.from_numpy(self._draws.view(np.uint8).reshape(len(self._draws), -1)),
         )
         self._stop = self._further.stop.numpy()
 
@@ -35,9 +39,11 @@ class StepsAtOnce:
         """Return the steps that may follow one in which every request computes a token; None: there are none."""
         further = self._further
         further.most, further.taken = min(plan.num_steps, MOST_STEPS) - 1, 0
-        if further.most and self._batch.sampling.takes_largest(inputs.sampled_rows):
-            return further
-        return None
+        rows, sampling = inputs.sampled_rows, self._batch.sampling
+        if not further.most or not sampling.is_plain(rows):
+            return None
+        further.has_draws = sampling.put_draws(self._draws[: len(rows)], rows)
+        return further
 
     def take(self, inputs: StepInputs) -> list[list[int]]:
         """Append the tokens of all steps but the last one to the batch, and return them by request."""

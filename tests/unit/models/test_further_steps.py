@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
 from torch import Tensor
 
+from nbengine.kernels.draw_parameters import DRAW_ROW
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
+from nbengine.sampling.compiled_draws import CompiledDraws
+from nbengine.sampling.random_streams import uniforms
 from tests.support.thorough import in_turn
 from tests.unit.models.prepared_batches import (
     EXPERTS,
@@ -58,6 +63,8 @@ GEMMA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 40,
 }
+ANY = np.ones((), DRAW_ROW)
+"""The parameters of a draw that does not count."""
 LENGTHS = [3, 90, 15, 16, 200]
 
 
@@ -75,6 +82,7 @@ class Walk:
         self.ids = torch.randint(0, vocabulary, (len(self.lengths),), generator=chance)
         self.ends = torch.full((8, 3), -1)
         self.stop = torch.zeros(1, dtype=torch.int64)
+        self.draws = np.zeros(8, DRAW_ROW)
 
     @torch.inference_mode()
     def step(self, most: int = 0) -> tuple[Tensor, list[list[int]]]:
@@ -82,12 +90,22 @@ class Walk:
         attention = self.batches.attention(self.lengths, most=NUM_BLOCKS // 4 // len(self.lengths))
         positions = torch.tensor(self.lengths) - 1
         taken = torch.full((MOST_FURTHER_STEPS, 8), -5)
-        further = FurtherSteps(self.ends, self.stop, taken, most)
+        rows = self.draws[: len(positions)]
+        rows["uniform"] = uniforms(rows["stream"], rows["number"])
+        draws = torch.from_numpy(self.draws.view(np.uint8).reshape(8, -1))
+        has_draws = bool(rows["inverse"].any())
+        further = FurtherSteps(self.ends, self.stop, taken, draws, has_draws, most)
         output = self.batches.model.step(self.ids, positions, self.caches, attention, None, further)
         assert further.taken <= most
         assert (taken[further.taken :] == -5).all()
         assert output.largest is not None
         self.ids = output.largest[0].clone()
+        if has_draws:
+            assert output.logits is not None
+            assert rows["uniform"].tolist() == uniforms(rows["stream"], rows["number"]).tolist()
+            drawn, _ = CompiledDraws()(output.logits, np.where(rows["inverse"] > 0, rows, ANY))
+            self.ids = torch.where(torch.from_numpy(rows["inverse"] > 0), drawn, self.ids)
+            rows["number"] += 1
         self.lengths = [length + further.taken + 1 for length in self.lengths]
         return output.hidden.clone(), taken[: further.taken, : len(positions)].tolist()
 
@@ -131,8 +149,20 @@ def test_recurrent_states_go_on(
     compare(batches)
 
 
-def compare(batches: Batches) -> None:
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_tokens_are_drawn_as_one_by_one(num_threads: int, load_file: Load) -> None:
+    torch.set_num_threads(num_threads)
+    draws = np.zeros(8, DRAW_ROW)
+    draws["inverse"], draws["log_min_p"], draws["top_p"] = [1, 0, 0.5, 2, 1, 0, 0, 0], -np.inf, 1
+    draws["top_k"][2], draws["top_p"][3] = 9, 0.8
+    draws["stream"], draws["number"] = np.arange(8) * 10**18, [0, 0, 5, 9, 2, 0, 0, 0]
+    compare(Batches(load_file(head_dim=32)), draws)
+
+
+def compare(batches: Batches, draws: NDArray[np.void] | None = None) -> None:
     at_once, one_by_one = Walk(batches, LENGTHS), Walk(batches, LENGTHS)
+    for walk in (at_once, one_by_one):
+        walk.draws[:] = 0 if draws is None else draws
     for most in (MOST_FURTHER_STEPS, 0, 1, MOST_FURTHER_STEPS, 3):
         hidden, tokens = at_once.step(most)
         assert len(tokens) == most

@@ -149,16 +149,46 @@ def test_an_answer_ends_at_its_end_token_and_costs_no_step_more(make: Make, size
     assert together == alone
 
 
+PLAIN: list[dict[str, Any]] = [
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0},
+    {"temperature": 1.5, "top_k": 9, "top_p": 0.9},
+    {"temperature": 0.5, "min_p": 0.1},
+]
 MORE: list[dict[str, Any]] = [
     {"stop_token_ids": list(range(MOST_ENDS + 1))},
     {"logprobs": 1},
-    {"temperature": 0.8, "seed": 3},
-    {"temperature": 1.5, "top_k": 9, "top_p": 0.9},
     {"min_tokens": 30, "ignore_eos": False, "stop_token_ids": [7, 8, 9, 10, 11]},
     {"repetition_penalty": 1.3, "temperature": 0.5},
     {"frequency_penalty": 1.5},
     {"logit_bias": {5: 1.0}},
 ]
+
+
+@pytest.mark.parametrize("params", PLAIN, ids=lambda params: " ".join(params))
+def test_tokens_may_be_drawn(make: Make, sizes: list[int], params: dict[str, Any]) -> None:
+    asked = greedy(**params)
+    answers = tokens_of(make(), asked)
+    assert max(sizes) == MOST_STEPS
+    assert answers == tokens_of(make(at_once=False), asked)
+    assert answers != tokens_of(make(), greedy())
+
+
+def test_requests_that_differ_in_what_they_draw_share_their_steps(make: Make, sizes: list[int]) -> None:
+    found = []
+    for at_once in (True, False):
+        llm, ends = make(at_once=at_once), {}
+        for place, prompt in enumerate(PROMPTS):
+            params = greedy(**[{}, *PLAIN][place])
+            llm.llm_engine.add_request(f"r{place}", {"prompt_token_ids": prompt}, params)
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                if output.finished:
+                    ends[output.request_id] = list(output.outputs[0].token_ids)
+        found.append(ends)
+    assert found[0] == found[1]
+    assert len(found[0]) == len(PROMPTS)
+    assert max(sizes) == MOST_STEPS
 
 
 @pytest.mark.parametrize("params", MORE, ids=lambda params: " ".join(params))

@@ -270,7 +270,6 @@ def refuses(side: Side) -> bool:
 
 OTHERS: dict[str, dict[str, Any]] = {
     "each token told": {"interval": 0.0},
-    "a draw": {"temperature": 1.0},
     "log probabilities": {"logprobs": 0},
     "penalties": {"presence_penalty": 0.5},
     "bias": {"logit_bias": {3: 1.0}},
