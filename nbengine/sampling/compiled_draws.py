@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from functools import cache
 
 import numpy as np
 import torch
@@ -66,9 +65,8 @@ class CompiledDraws:
         return ids, masses
 
 
-@cache
 def compiled_draws() -> CompiledDraws | None:
-    """Return the caller of this process, None where draws cannot be compiled."""
+    """Return a new caller, None where draws cannot be compiled."""
     try:
         return CompiledDraws()
     except (ImportError, NBEngineError) as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nbengine.errors import NBEngineError
 from nbengine.kernels.draw_parameters import UNDECIDED
-from nbengine.sampling.compiled_draws import compiled_draws
+from nbengine.sampling.compiled_draws import CompiledDraws
 from nbengine.sampling.draw import draw, draw_filtered
 from nbengine.sampling.logits import TokenMask, add_bias, apply_mask, ban, float_copy
 from nbengine.sampling.logits_processor import LogitsProcessor
@@ -55,8 +55,12 @@ class Sampler:
     batch asks for.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+    def __init__(
+        self, processors: Sequence[LogitsProcessor] = (), draws: CompiledDraws | None = None
+    ) -> None:
+        """Keep what changes logits, and what draws from those on the CPU; None: torch does."""
         self._processors = processors
+        self._draws = draws
 
     def __call__(
         self,
@@ -91,7 +95,7 @@ class Sampler:
         if changes:
             logits = self._changed(logits.float(), metadata, step)
         if largest is None or changes or metadata.greedy_rows is not ALL_ROWS:
-            largest = _sampled(logits, metadata, uniform)
+            largest = _sampled(logits, metadata, uniform, self._draws)
         token_ids, masses = largest
         logprobs = None
         if wanted is not None and raw is not None:
@@ -130,9 +134,11 @@ class Sampler:
 _NO_CONSTRAINTS = StepConstraints()
 
 
-def _sampled(logits: Tensor, metadata: SamplingMetadata, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sampled(
+    logits: Tensor, metadata: SamplingMetadata, uniform: Tensor | None, draws: CompiledDraws | None
+) -> tuple[Tensor, Tensor]:
     """Return `SamplerOutput.token_ids` and `SamplerOutput.masses`."""
-    parts = list(_parts(logits, metadata, uniform))
+    parts = list(_parts(logits, metadata, uniform, draws))
     if len(parts) == 1:
         # The parts together are all rows, so a single part has all of them.
         _, tokens, masses = parts[0]
@@ -145,7 +151,7 @@ def _sampled(logits: Tensor, metadata: SamplingMetadata, uniform: Tensor | None)
 
 
 def _parts(
-    logits: Tensor, metadata: SamplingMetadata, uniform: Tensor | None
+    logits: Tensor, metadata: SamplingMetadata, uniform: Tensor | None, draws: CompiledDraws | None
 ) -> Iterator[tuple[Rows, Tensor, Tensor]]:
     """Sample all rows, some of them at a time."""
     if metadata.greedy_rows is not None:
@@ -154,11 +160,12 @@ def _parts(
     if uniform is not None:
         for group in metadata.random:
             for rows, members in pieces(group.rows, logits):
-                yield rows, *_drawn(logits[rows].float(), uniform[rows], group, members)
+                yield rows, *_drawn(logits[rows].float(), uniform[rows], group, members, draws)
 
 
-def _drawn(logits: Tensor, uniform: Tensor, group: RandomRows, members: slice) -> tuple[Tensor, Tensor]:
-    draws = compiled_draws() if logits.device.type == "cpu" else None
+def _drawn(
+    logits: Tensor, uniform: Tensor, group: RandomRows, members: slice, draws: CompiledDraws | None
+) -> tuple[Tensor, Tensor]:
     if draws is None:
         return _drawn_by_torch(logits, uniform, group, members)
     parameters = group.draws[members]

@@ -16,9 +16,6 @@ from nbengine.kernels.draw_parameters import DRAW_ROW, UNDECIDED
 from nbengine.sampling.compiled_draws import CompiledDraws
 from tests.support.thorough import amount
 
-NEAR = 3e-6
-"""The part of the distribution by which float32 may be off."""
-
 
 def parameters(
     uniform: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0

@@ -35,13 +35,11 @@ class StepSampling:
     ) -> None:
         self._batch = batch
         self._has_processors = bool(processors)
-        self._sampler = Sampler(processors)
+        # Compiled here, so that no step waits for it.
+        self._sampler = Sampler(processors, compiled_draws() if device.type == "cpu" else None)
         self._allocations = allocations
         self._device = device
         self._uniform = StagingBuffer(len(batch.rows), torch.float64, device)
-        if device.type == "cpu":
-            # Compiled here, so that no step waits for it.
-            compiled_draws()
 
     def sample(
         self, logits: StepLogits, rows: NDArray[np.int64], grammar_output: GrammarOutput | None

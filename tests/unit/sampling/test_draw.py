@@ -15,6 +15,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from nbengine.sampling import draw as draw_module
 from nbengine.sampling import rows as rows_module
+from nbengine.sampling.compiled_draws import CompiledDraws
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.random_streams import seeded_stream, uniforms
 from nbengine.sampling.sampler import Sampler, StepConstraints
@@ -51,7 +52,16 @@ def sample(
     uniform: Tensor | None = None,
     step: StepConstraints | None = None,
 ) -> Tensor:
-    return Sampler()(logits, params, uniform, step).token_ids
+    return Sampler(draws=DRAWS[0])(logits, params, uniform, step).token_ids
+
+
+DRAWS: list[CompiledDraws | None] = [None]
+"""The one that draws, None for torch."""
+
+
+@pytest.fixture(autouse=True, params=["torch", "compiled"])
+def who_draws(request: pytest.FixtureRequest) -> None:
+    DRAWS[0] = CompiledDraws() if request.param == "compiled" else None
 
 
 def warped(

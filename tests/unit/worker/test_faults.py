@@ -45,7 +45,7 @@ DOOMED = {
     "nothing, filtered": (planted(2, "nothing", seed=1, top_k=9), "no token is left for token 3 "),
     "nothing in a draw": (
         planted(2, "nothing", seed=1, logit_bias={3: 1.0}),
-        "or logit_bias forbid every token",
+        "no token is left for token 3 ",
     ),
     # Their keys and values are NaN as well, in blocks that others get later.
     "poisoned": ((None, SamplingParams(temperature=0, seed=0)), f"{MODEL} for token 1 "),
