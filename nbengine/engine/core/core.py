@@ -301,8 +301,10 @@ class EngineCore:
         # A request aborted during the execution must not be given the token that the execution sampled.
         self._process_aborts_queue()
         outputs = self.scheduler.update_from_output(scheduler_output, model_output)
-        self._pace.took(time.perf_counter() - began, self.scheduler.step_counter - scheduler_output.step)
-        return outputs, scheduler_output.total_num_scheduled_tokens > 0
+        model_executed = scheduler_output.total_num_scheduled_tokens > 0
+        if model_executed:
+            self._pace.took(time.perf_counter() - began, self.scheduler.step_counter - scheduler_output.step)
+        return outputs, model_executed
 
     def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """Schedule and start a step, then wait for the oldest one in flight and make its outputs.

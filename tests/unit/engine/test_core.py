@@ -14,12 +14,14 @@ from torch import Tensor
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from nbengine.engine.core.core import EngineCore
+from nbengine.engine.core.step_pace import StepPace
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason
 from nbengine.kv_cache.sizing import RankCacheSpec
 from nbengine.metrics.stats import WorkerStats
 from nbengine.sampling.logits_processor import BatchUpdate, LogitsProcessor
 from nbengine.sampling_params import PoolingParams, SamplingParams
+from nbengine.scheduler.steps_at_once import ONE_STEP, StepsAllowed
 from tests.process.process_support.fake_executor import VOCAB_SIZE, FakeExecutor
 
 
@@ -59,6 +61,26 @@ def run(core: EngineCore) -> dict[str, list[int]]:
             for output in batch.outputs:
                 tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
     return tokens
+
+
+def test_a_step_without_tokens_says_nothing_of_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core()
+    took: list[int] = []
+    monkeypatch.setattr(core._pace, "took", lambda _, steps: took.append(steps))
+    add(core, "a", [10], max_tokens=2)
+    assert run(core) == {"a": [11, 12]}
+    # The last of three steps tells the worker that the request has ended.
+    assert took == [1, 1]
+    assert core.scheduler.step_counter == 3
+
+
+def test_the_pace_says_how_many_steps_are_computed_at_once() -> None:
+    pace = StepPace(8)
+    assert pace.allowed == ONE_STEP
+    for seconds, steps, most in ((0.08, 1, 0), (0.064, 8, 6), (0.001, 1, 8)):
+        pace.took(seconds, steps)
+        assert pace.allowed == StepsAllowed(most, seconds / steps)
+    assert StepPace(1).allowed == ONE_STEP
 
 
 def test_requests_are_batched_and_finish() -> None:
