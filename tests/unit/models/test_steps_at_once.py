@@ -149,6 +149,21 @@ def test_an_answer_ends_at_its_end_token_and_costs_no_step_more(make: Make, size
     assert together == alone
 
 
+def test_a_request_keeps_its_ends_when_another_makes_place(make: Make, sizes: list[int]) -> None:
+    llm = make()
+    whole = tokens_of(llm, greedy(), PROMPTS[1:2])[0]
+    end = max(whole, key=whole.index)
+    first = whole.index(end)
+    assert first > 2
+    sizes.clear()
+    for place, params in enumerate((greedy(max_tokens=2), greedy(stop_token_ids=[end]))):
+        llm.llm_engine.add_request(f"r{place}", {"prompt_token_ids": PROMPTS[place]}, params)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    # The prompts are computed in one step, which gives the first tokens.
+    assert sum(sizes) == first + 1
+
+
 PLAIN: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 3},
     {"temperature": 1.0},

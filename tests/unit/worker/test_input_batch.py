@@ -106,9 +106,16 @@ class Histories(RuleBasedStateMachine):
             self.known[req_id].token_ids.append(token)
 
     @precondition(lambda self: self.running())
-    @rule(is_due=st.lists(st.booleans(), max_size=2), pads=st.booleans(), some=st.booleans())
-    def lay_out_a_step_of_single_tokens(self, is_due: list[bool], pads: bool, some: bool) -> None:
-        """Those that are not due have one more token after that of the step."""
+    @rule(
+        is_due=st.lists(st.booleans(), max_size=2),
+        pads=st.booleans(),
+        some=st.booleans(),
+        further=st.integers(0, 3),
+    )
+    def lay_out_a_step_of_single_tokens(
+        self, is_due: list[bool], pads: bool, some: bool, further: int
+    ) -> None:
+        """Those that are not due have one more token after that of the step; others may follow at once."""
         names = self.running()
         cached = CachedRequestData(req_ids=names)
         due = [True] * len(names)
@@ -121,6 +128,7 @@ class Histories(RuleBasedStateMachine):
         self.batch.update(plan(cached=cached))
         scheduled = dict.fromkeys(names[some:] if len(names) > 1 else names, 1)
         step = plan(scheduled=scheduled)
+        step.num_steps += further
         found = self.decodes[pads].build(step)
         if len(scheduled) < len(names) or not all(due) or (pads and len(names) == 1):
             assert found is None
@@ -135,6 +143,9 @@ class Histories(RuleBasedStateMachine):
         assert torch.equal(found.positions, expected.positions)
         for field in fields(AttentionMetadata):
             one, other = (getattr(inputs.attention, field.name) for inputs in (found, expected))
+            if field.name == "max_seq_len":
+                # There must be room for the last of the steps.
+                other += further
             if isinstance(other, torch.Tensor):
                 assert one.dtype is other.dtype
                 assert torch.equal(one, other)
