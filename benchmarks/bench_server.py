@@ -6,7 +6,8 @@
 In place of a model stands an executor that ends a step every 20 ms and writes the same token. Chats are streamed by
 readers that count on plain sockets in this process; what is measured is the server's process. In turn with it
 `AsyncLLM` in this process streams the same chats: the ratio of the two times says whether the server holds the engine
-up. First tokens are those of one chat at a time. The other routes that stream have their turns, too.
+up. First tokens are those of one chat at a time. The other routes that stream have their turns, too. Each token is an
+event of its own there; one stream of the real model is measured with tokens that are sent together, and without.
 
 Then the server of llama-cpp-python and ours answer short chats in turn, from the same file, with each other's threads;
 both run all the time. The peer gets the number of threads that is best in a first round, which does not count. --python
@@ -219,21 +220,49 @@ def streaming(streams: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
     llm = AsyncLLM(
         "random-tiny", distributed_executor_backend=executor, chat_template=TEMPLATE, max_model_len=1024
     )
-    with served(llm) as record:
+    # Each token is an event: what an event costs is measured.
+    with served(llm, output_interval=0) as record:
         return asyncio.run(measure(llm, record, streams, tokens, rounds))
 
 
 @contextlib.contextmanager
-def served(llm: AsyncLLM) -> Iterator[ServerRecord]:
+def serving(llm: AsyncLLM, **settings: Any) -> Iterator[ServerRecord]:
+    """Start a server for an engine; end it behind the block."""
+    record = start_server(llm.connection, ServerSettings(port=0, **settings))
+    try:
+        yield record
+    finally:
+        stop_server(record, drain_timeout=0)
+
+
+@contextlib.contextmanager
+def served(llm: AsyncLLM, **settings: Any) -> Iterator[ServerRecord]:
     """Start a server for an engine; end both behind the block."""
     try:
-        record = start_server(llm.connection, ServerSettings(port=0))
-        try:
+        with serving(llm, **settings) as record:
             yield record
-        finally:
-            stop_server(record, drain_timeout=0)
     finally:
         llm.shutdown()
+
+
+def told_together(model: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Return the row of one stream whose tokens are sent together, beside one that has each token by itself."""
+    llm = AsyncLLM(model, max_model_len=1024)
+    rates: tuple[list[float], list[float]] = ([], [])
+    with served(llm) as together, serving(llm, output_interval=0) as apart:
+        for number in range(rounds + 1):
+            for record, own in zip((together, apart), rates, strict=True):
+                read = asyncio.run(OverHttp(record).chat(tokens))
+                if number:
+                    own.append(read.tokens / read.total)
+    return [
+        {
+            "what": "one stream of the real model, tokens a second",
+            "median": statistics.median(rates[0]),
+            "each token by itself": statistics.median(rates[1]),
+            "ratio": median_ratio(*rates),
+        }
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +384,7 @@ def main() -> None:
         except MissingPeerError as error:
             arguments.error(str(error))
     rows = streaming(options.streams, options.tokens, options.rounds)
+    rows += told_together(options.model, options.tokens, options.rounds)
     rows += beside_llama_cpp(
         options.python, options.model, options.threads, options.clients, options.chats, options.rounds
     )

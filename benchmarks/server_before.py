@@ -34,7 +34,7 @@ def served_from(llm: AsyncLLM, checkout: Path) -> Iterator[OverHttp]:
     before = os.environ["PYTHONPATH"]
     os.environ["PYTHONPATH"] = str(checkout.resolve())
     try:
-        record = start_server(llm.connection, ServerSettings(port=0))
+        record = start_server(llm.connection, ServerSettings(port=0, output_interval=0))
     finally:
         os.environ["PYTHONPATH"] = before
     try:

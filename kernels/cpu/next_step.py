@@ -7,6 +7,7 @@ data the weights have driven out of the caches, would take a fifth of the time o
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from functools import cache
 
@@ -30,7 +31,8 @@ class NextStepArguments(ctypes.Structure):
     `chosen` has the token of each of the `rows`, negative where there is none. No further step begins if some row has none,
     or one of its `num_ends` numbers at `ends` [rows, num_ends], or if the number at `stop` is not 0: the word at
     `stopped` becomes 1 then. Otherwise the tokens go to `taken` and to `ids`, and `positions`, slots and
-    lengths become those of the next step. Each of `groups` has four words at `tables`: the address of its block table
+    lengths become those of the next step; `ended_at` gets the seconds and nanoseconds of CLOCK_REALTIME, from the function
+    `clock`, which is `clock_gettime`. Each of `groups` has four words at `tables`: the address of its block table
     (int32), the bytes from row to row, and the addresses of its slots and its lengths (int32). A block has `1 << shift`
     tokens. With `draws`, each row has a `DRAW_ROW` there, which gets the next random number of its stream. The counters of the `operations`, each `operation_bytes` after the one before, become 0.
     """
@@ -41,7 +43,7 @@ class NextStepArguments(ctypes.Structure):
             *("counter", "items", "rows"),
             *("chosen", "ends", "num_ends", "stop", "stopped", "taken"),
             *("ids", "positions", "groups", "tables", "shift"),
-            *("counters", "operations", "operation_bytes", "draws"),
+            *("counters", "operations", "operation_bytes", "draws", "clock", "ended_at"),
         )
     ]
 
@@ -86,6 +88,7 @@ def _next_step(code: Code, args: Int) -> None:
 
 def _go_on(code: Code, get: Callable[[str], Int]) -> None:
     """Lay out the next step."""
+    code.call_address(get("clock"), code.integer(time.CLOCK_REALTIME), get("ended_at"))
     shift = get("shift").ir
     with code.loop(0, get("rows")) as row:
         at = row * _WORD

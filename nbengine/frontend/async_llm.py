@@ -242,8 +242,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
             InvalidArgumentError, NotSupportedError: the request is not possible.
             EngineDeadError, LeaseExpiredError: the engine cannot be reached.
         """
-        interval = checked_interval(output_interval)
-        request, continuation, collector = self._prepare(
+        prepared = self._prepare(
             prompt,
             sampling_params,
             request_id,
@@ -252,9 +251,9 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
             written=written,
             transcript=transcript,
             trace_headers=trace_headers,
+            output_interval=output_interval,
         )
-        request.output_interval = max(request.output_interval, interval)
-        return self._send(prompt, request, continuation, collector)
+        return self._send(prompt, *prepared)
 
     def _prepare(
         self,
@@ -267,9 +266,11 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         written: Sequence[int] = (),
         transcript: str | None,
         trace_headers: Mapping[str, str] | None,
+        output_interval: float,
     ) -> _Prepared:
         """Make a request of which nobody has heard yet; arguments and errors are those of `submit`."""
         self.engine_core.check_alive()
+        interval = checked_interval(output_interval)
         require_headers("trace_headers", trace_headers)
         data_parallel_rank = checked_rank(data_parallel_rank, self.engine_core.engine_ranks)
         if request_id is None:
@@ -284,6 +285,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         tokens = checked_token_ids("written", written)
         continuation = self.input_processor.continue_answer(request, tokens) if tokens else None
         self.input_processor.assign_request_id(request)
+        request.output_interval = max(request.output_interval, interval)
         if transcript is not None:
             request.transcript = mark(request, self.session, transcript, len(tokens))
         collector = RequestOutputCollector(sampling_params.output_kind, request_id, request.request_id)
@@ -312,6 +314,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         data_parallel_rank: int | None = None,
         transcript: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        output_interval: float = 0.0,
         on_prompt_progress: PromptCallback | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs, as `sampling_params.output_kind` says; the other arguments and errors are
@@ -337,6 +340,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
             data_parallel_rank=data_parallel_rank,
             transcript=transcript,
             trace_headers=trace_headers,
+            output_interval=output_interval,
             on_prompt_progress=on_prompt_progress,
         )
         try:
@@ -355,6 +359,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         data_parallel_rank: int | None = None,
         transcript: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        output_interval: float = 0.0,
         on_prompt_progress: PromptCallback | None = None,
     ) -> OutputStream:
         """Send a request and return its outputs for a reader that is called when there are some, which costs a program
@@ -370,6 +375,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
             data_parallel_rank=data_parallel_rank,
             transcript=transcript,
             trace_headers=trace_headers,
+            output_interval=output_interval,
         )
         require_callback("on_prompt_progress", on_prompt_progress)
         prepared = await beside_loop(prompt, prepare)

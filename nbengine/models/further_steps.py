@@ -29,6 +29,8 @@ class FurtherSteps:
     draws: Tensor
     """[rows, bytes] uint8: a `DRAW_ROW` for each request, with the random number of its first token; the model overwrites
     them."""
+    ended_at: Tensor
+    """[steps, 2] int64: seconds and nanoseconds of `time.time()` at the end of each step that another one has followed."""
     has_draws: bool = False
     """Some token is drawn."""
     most: int = 0

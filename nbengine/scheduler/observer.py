@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from nbengine.scheduler.output import SchedulerOutput
+    from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
     from nbengine.scheduler.request import Request
 
 
@@ -24,8 +24,9 @@ class SchedulerObserver(Protocol):
     def planned(self, plan: SchedulerOutput) -> None:
         """Hear that a step was planned."""
 
-    def answered(self, plan: SchedulerOutput) -> None:
-        """Hear that the outcome of a step has come and is about to be taken in."""
+    def answered(self, plan: SchedulerOutput, answer: ModelRunnerOutput) -> None:
+        """Hear that the outcome of a step, or of several that were computed at once, has come and is about to be taken
+        in."""
 
     def settled(self) -> None:
         """Hear that the outcome of the latest `answered` has been taken in."""

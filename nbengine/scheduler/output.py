@@ -11,6 +11,8 @@ from nbengine.ipc.messages import LogprobsLists
 from nbengine.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -131,6 +133,8 @@ class ModelRunnerOutput:
     """Results of the pooling requests whose prompt was completed in this step."""
     faults: dict[str, Fault] | None = None
     """Faults of the requests for which there is no result, and which therefore end."""
+    step_ends: Sequence[float] = ()
+    """`time.time()` at the end of each step but the last one, where several were computed."""
     draft_token_ids: dict[str, list[int]] | None = None
     """Tokens that may come after `sampled_token_ids`, for the next step to verify. The model runner proposes
     none yet."""

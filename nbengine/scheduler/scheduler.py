@@ -58,8 +58,7 @@ class Scheduler(RequestOutcomes):
     def schedule(self, allowed: StepsAllowed = ONE_STEP) -> SchedulerOutput:
         """Plan a step: at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests.
 
-        Where nobody waits and nobody follows the steps, the plan may ask for several that are `allowed`; nothing may be in
-        flight then. No waiting request is admitted in a step that preempts.
+        Where nobody waits, the plan may ask for several steps that are `allowed`; nothing may be in flight then. No waiting request is admitted in a step that preempts.
         """
         plan = SchedulerOutput(
             scheduled_new_reqs=[],
@@ -88,7 +87,7 @@ class Scheduler(RequestOutcomes):
                 announce_tokens(plan, self.requests)
             if states is not None:
                 self._plan_checkpoints(plan, states)
-            if allowed.most > 1 and not self.waiting and self.observer is None:
+            if allowed.most > 1 and not self.waiting:
                 plan.num_steps = ask_for_steps(plan, self.running, self.kv_cache_manager, allowed)
         self.step_counter += 1
         phases = self.meter.phases
@@ -348,7 +347,7 @@ class Scheduler(RequestOutcomes):
                 f"{len(scheduler_output.num_scheduled_tokens)}"
             )
         if self.observer is not None:
-            self.observer.answered(scheduler_output)
+            self.observer.answered(scheduler_output, model_runner_output)
         requests = self.requests
         # Each request of the step brings one token, but for those that are counted separately below.
         num_tokens = len(model_runner_output.req_ids)

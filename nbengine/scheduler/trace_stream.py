@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, pairwise
 
 from nbengine.kv_cache.holder import NO_BLOCK, BlockHolder
 from nbengine.metrics.stats import SchedulerStats
@@ -26,12 +26,12 @@ from nbengine.metrics.trace import (
     TraceMessage,
     TraceSnapshot,
 )
-from nbengine.scheduler.output import SchedulerOutput
+from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from nbengine.scheduler.state import SchedulerState
 
 _Before = tuple[Request, int, int]
-"""A request, its tokens, and how many were computed or planned."""
+"""A request, its tokens before the last step of an outcome, and how many were computed or planned before the outcome."""
 
 
 class TraceStream:
@@ -200,24 +200,38 @@ class TraceStream:
             # Only the outcome tells where its requests go on.
             self._last_ids = None
 
-    def answered(self, plan: SchedulerOutput) -> None:
+    def answered(self, plan: SchedulerOutput, answer: ModelRunnerOutput) -> None:
         """See `SchedulerObserver`."""
         counts = plan.num_scheduled_tokens
         if not counts and not plan.preempted_req_ids:
             return
-        event = StepDone(plan.step, self._clock())
-        self._events.append(event)
+        event = self._done(plan.step, [*answer.step_ends, self._clock()])
         is_unknown = plan.step < self._first_known_step
-        if is_unknown or plan.scheduled_spec_decode_tokens:
-            before = [self._before(name) for name in counts]
+        if is_unknown or plan.scheduled_spec_decode_tokens or answer.faults:
+            before = [self._before(name, len(answer.step_ends)) for name in counts]
             self._unsettled = event, before
             if is_unknown:
                 event.numbers = [-1 if each is None else each[0].number for each in before]
 
-    def _before(self, request_id: str) -> _Before | None:
+    def _done(self, step: int, ends: Sequence[float]) -> StepDone:
+        """Tell the ends of one step or of several, which followed each other at once; return the last one's.
+
+        Nothing is in flight beside several, so that each of them goes on from the one before.
+        """
+        event = StepDone(step, ends[0])
+        self._events.append(event)
+        for began, ended in pairwise(ends):
+            step += 1
+            event = StepDone(step, ended)
+            self._events += (StepContinued(step, began, []), event)
+        return event
+
+    def _before(self, request_id: str, further: int) -> _Before | None:
         # An id may have been used again: its new owner will be found to have got nothing.
         request = self._scheduler.requests.get(request_id)
-        return None if request is None else (request, request.num_tokens, request.num_computed_tokens)
+        if request is None:
+            return None
+        return request, request.num_tokens + further, request.num_computed_tokens
 
     def settled(self) -> None:
         """See `SchedulerObserver`."""

@@ -59,6 +59,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-body-bytes", f"most bytes of a body (default {defaults.max_body_bytes})", type=int, metavar="N"
     )
     add(
+        "--output-interval",
+        "seconds for which tokens of a stream may be held, to be sent together "
+        f"(default {defaults.output_interval:g}; 0: each by itself)",
+        type=float,
+        metavar="S",
+    )
+    add(
         "--drain-timeout",
         f"seconds for running requests at the end (default {defaults.drain_timeout:g})",
         type=float,
@@ -117,6 +124,7 @@ _FLAGS = frozenset(
         "max_concurrent_requests",
         "max_queued_requests",
         "max_body_bytes",
+        "output_interval",
         "drain_timeout",
         "tool_parser",
         "reasoning_parser",

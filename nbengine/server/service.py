@@ -93,6 +93,7 @@ class Engine(Protocol):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        output_interval: float = 0.0,
         on_prompt_progress: PromptCallback | None = None,
     ) -> Stream:
         """Send a request and return its outputs; closing them aborts it."""
@@ -313,6 +314,7 @@ class EngineService:
                         priority=priority,
                         data_parallel_rank=data_parallel_rank,
                         trace_headers=trace_headers.get(),
+                        output_interval=self.settings.output_interval,
                         on_prompt_progress=partial(outputs.report, index) if reports_prompts else None,
                     )
                     for index, prompt in enumerate(prompts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nbengine.checks import require, require_int
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.frontend.requests.output_interval import FOR_READERS, checked_interval
 
 DEFAULT_PORT = 8000
 SHORTEST_KEY = 8
@@ -33,6 +34,8 @@ class ServerSettings:
         max_connections: the most connections; further ones are closed at once.
         read_timeout: seconds that a caller may take for the headers, and between two parts of a body.
         write_timeout: seconds that a caller may leave an answer unread before it is given up.
+        output_interval: seconds for which the engine may hold the tokens of a stream, to send them together; the first
+            token and the end are sent at once. 0 sends each token by itself.
         ping_interval: seconds without an event after which a stream gets a comment, so that nothing between
             takes it for dead.
         drain_timeout: seconds that requests get to finish once the server is to end.
@@ -59,6 +62,7 @@ class ServerSettings:
     max_connections: int = 4096
     read_timeout: float = 30.0
     write_timeout: float = 60.0
+    output_interval: float = FOR_READERS
     ping_interval: float = 15.0
     drain_timeout: float = 30.0
     tool_parser: str = "auto"
@@ -81,6 +85,7 @@ class ServerSettings:
             require(name, value, value >= least, f"at least {least}")
         for name in ("read_timeout", "write_timeout", "ping_interval"):
             require(name, getattr(self, name), getattr(self, name) > 0, "more than 0 seconds")
+        checked_interval(self.output_interval)
         require("drain_timeout", self.drain_timeout, self.drain_timeout >= 0, "0 or more seconds")
         for name in ("served_model_names", "allowed_hosts"):
             value = getattr(self, name)

@@ -38,7 +38,7 @@ from nbengine.worker.batch.row_by_row import StepLogits
 from nbengine.worker.batch.static_inputs import StaticInputs
 from nbengine.worker.batch.step_inputs import StepInputBuilder, StepInputs
 from nbengine.worker.batch.step_sampling import StepSampling
-from nbengine.worker.batch.steps_at_once import MOST_STEPS, StepsAtOnce
+from nbengine.worker.batch.steps_at_once import MOST_STEPS, EarlierSteps, StepsAtOnce
 from nbengine.worker.decode_graphs import DecodeGraphs, GraphRecorder
 from nbengine.worker.memory.kv_pages import KVPages
 from nbengine.worker.memory.layer_caches import RecurrentModel, layer_caches, tensors_among
@@ -58,8 +58,8 @@ class ExecuteModelState:
     prompts_done: list[str]
     """The requests whose prompt log probabilities are complete with this step."""
     pooled: PooledStep | None
-    earlier: list[list[int]]
-    """The tokens of the steps before the last one, by request, where several were computed at once."""
+    earlier: EarlierSteps | None
+    """The steps before the last one; None where there was one alone."""
 
 
 class ModelRunner:
@@ -257,9 +257,9 @@ class ModelRunner:
             else:
                 step = self._stage.forward(inputs, self._kv_caches, further)
         if step is None:
-            self._state = ExecuteModelState(inputs, None, [], None, [])
+            self._state = ExecuteModelState(inputs, None, [], None, None)
             return None
-        earlier = [] if further is None or self._at_once is None else self._at_once.take(inputs)
+        earlier = None if further is None or self._at_once is None else self._at_once.take(inputs)
         logits = None
         if len(inputs.sampled):
             count = len(inputs.sampled)
@@ -288,7 +288,9 @@ class ModelRunner:
         if not self._stage.is_last:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = state.inputs
-        output = ModelRunnerOutput(inputs.req_ids, state.earlier or [[] for _ in inputs.req_ids])
+        output = ModelRunnerOutput(inputs.req_ids, [[] for _ in inputs.req_ids])
+        if state.earlier is not None:
+            output.sampled_token_ids, output.step_ends = state.earlier.token_ids, state.earlier.ends
         self._prompt_logprobs.take(state.prompts_done, output)
         if state.pooled is not None:
             state.pooled.put_results(output, self._allocations)

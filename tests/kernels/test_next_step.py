@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nbengine.kernels.cpu.flags import address_of
 from nbengine.kernels.cpu.next_step import TABLE_WORDS, NextStepArguments, compile_next_step
 from nbengine.kernels.draw_parameters import DRAW_ROW
 from nbengine.sampling.random_streams import uniforms
@@ -42,6 +44,7 @@ class Steps:
             "stop": np.array([self.stop]),
             "stopped": np.zeros(1, np.int64),
             "counters": np.arange(1, 13).reshape(4, 3),
+            "ended_at": np.full(3, UNTOUCHED),
         }
         self.blocks = chance.integers(0, 1000, (self.num_groups, count, BLOCKS), np.int32)
         self.slots = np.full((self.num_groups, count + 1), UNTOUCHED)
@@ -66,6 +69,7 @@ class Steps:
             shift=self.block_size.bit_length() - 1,
             operations=3,
             operation_bytes=self.arrays["counters"].strides[0],
+            clock=address_of("clock_gettime"),
             **{name: array.ctypes.data for name, array in self.arrays.items()},
         )
         compile_next_step().call(ctypes.addressof(arguments))
@@ -86,7 +90,12 @@ def test_each_request_goes_on_with_its_token(
     tokens = [data.draw(st.integers(0, 99)) for _ in lengths]
     ends = [[100, 101, -1] for _ in lengths]
     steps = Steps(lengths, tokens, size, num_groups, ends)
+    before = time.time_ns()
     assert steps.take()
+    seconds, nanoseconds, other = steps.arrays["ended_at"].tolist()
+    assert before <= seconds * 10**9 + nanoseconds <= time.time_ns()
+    assert nanoseconds < 10**9
+    assert other == UNTOUCHED
     arrays, count = steps.arrays, len(lengths)
     for name in ("ids", "taken"):
         assert arrays[name].tolist() == [*tokens, UNTOUCHED]

@@ -143,6 +143,7 @@ class FakeEngine:
         priority: int = 0,
         data_parallel_rank: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        output_interval: float = 0.0,
         on_prompt_progress: PromptCallback | None = None,
     ) -> OutputStream:
         assert sampling_params is not None
@@ -151,6 +152,7 @@ class FakeEngine:
             "priority": priority,
             "data_parallel_rank": data_parallel_rank,
             "trace_headers": trace_headers,
+            "output_interval": output_interval,
         }
         self.asked.append((prompt, sampling_params, request_id, options))
         self.running += 1

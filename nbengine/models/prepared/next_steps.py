@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.cpu.draw import DrawArguments
+from nbengine.kernels.cpu.flags import address_of
 from nbengine.kernels.cpu.next_step import TABLE_WORDS, NextStepArguments
 from nbengine.kernels.cpu.program import STOPPED_AT, Operations, Program, places_of
 from nbengine.models.further_steps import FurtherSteps
@@ -36,6 +37,7 @@ class NextSteps:
             counters=addresses[0],
             operations=places[0],
             operation_bytes=program.arguments.strides[0],
+            clock=address_of("clock_gettime"),
         )
 
     def forget(self) -> None:
@@ -74,12 +76,12 @@ class NextSteps:
         self._told = further
         self._tables = np.array(list(map(_table_words, groups)), np.int64)
         self._program.view(self._draw, DrawArguments).rows = further.draws.data_ptr()
-        taken = further.token_ids
         self._set(
             ends=further.ends.data_ptr(),
             num_ends=further.ends.shape[1],
             stop=further.stop.data_ptr(),
-            taken=taken.data_ptr() + np.arange(len(taken)) * taken.stride(0) * taken.element_size(),
+            taken=_row_addresses(further.token_ids),
+            ended_at=_row_addresses(further.ended_at),
             ids=input_ids.data_ptr(),
             positions=positions.data_ptr(),
             groups=len(groups),
@@ -97,6 +99,13 @@ class NextSteps:
         for passage in range(self._places.start, self._places.start + most):
             parts += [self._program.some([*draw, passage]).table, step.table]
         return Operations(np.ascontiguousarray(np.concatenate(parts)))
+
+
+def _row_addresses(rows: Tensor) -> NDArray[np.int64]:
+    addresses: NDArray[np.int64] = (
+        rows.data_ptr() + np.arange(len(rows)) * rows.stride(0) * rows.element_size()
+    )
+    return addresses
 
 
 def _table_words(group: AttentionMetadata) -> tuple[int, int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -15,8 +17,18 @@ MOST_STEPS = MOST_FURTHER_STEPS + 1
 """Most steps at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierSteps:
+    """The steps before the last one, where several were computed at once."""
+
+    token_ids: list[list[int]]
+    """Their tokens, by request."""
+    ends: list[float]
+    """`time.time()` at the end of each."""
+
+
 class StepsAtOnce:
-    """The further steps that plans allow, and their tokens; `stop` may be called on any thread."""
+    """The further steps that plans allow, with their tokens and times; `stop` may be called on any thread."""
 
     def __init__(self, batch: InputBatch) -> None:
         self._batch = batch
@@ -28,6 +40,7 @@ class StepsAtOnce:
             stop=torch.zeros(1, dtype=torch.int64),
             token_ids=token_ids,
             draws=torch.from_numpy(self._draws.view(np.uint8).reshape(len(self._draws), -1)),
+            ended_at=torch.zeros(MOST_FURTHER_STEPS, 2, dtype=torch.int64),
         )
         self._stop = self._further.stop.numpy()
 
@@ -45,12 +58,15 @@ class StepsAtOnce:
         further.has_draws = sampling.put_draws(self._draws[: len(rows)], rows)
         return further
 
-    def take(self, inputs: StepInputs) -> list[list[int]]:
-        """Append the tokens of all steps but the last one to the batch, and return them by request."""
+    def take(self, inputs: StepInputs) -> EarlierSteps:
+        """Append the tokens of all steps but the last one to the batch, and return them."""
         # What another thread wants looked at is looked at after this step.
         self._stop[0] = 0
         rows = inputs.sampled_rows
-        token_ids = self._token_ids[: self._further.taken, : len(rows)]
+        taken = self._further.taken
+        token_ids = self._token_ids[:taken, : len(rows)]
         self._batch.append_steps(rows, token_ids)
-        by_request: list[list[int]] = token_ids.T.tolist()
-        return by_request
+        ends = [
+            seconds + 1e-9 * nanoseconds for seconds, nanoseconds in self._further.ended_at[:taken].tolist()
+        ]
+        return EarlierSteps(token_ids.T.tolist(), ends)

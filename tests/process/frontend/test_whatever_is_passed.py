@@ -20,12 +20,18 @@ from tests.support.thorough import amount
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 REQUEST: dict[str, Any] = {"prompt": "x", "sampling_params": ONE, "request_id": None, "priority": 0}
-SENT: dict[str, Any] = {**REQUEST, "data_parallel_rank": None, "transcript": None, "trace_headers": None}
+SENT: dict[str, Any] = {
+    **REQUEST,
+    "data_parallel_rank": None,
+    "transcript": None,
+    "trace_headers": None,
+    "output_interval": 0.0,
+}
 POOLED: dict[str, Any] = {"prompt": "x", "pooling_params": None, "request_id": None, "priority": 0}
 CALLS: dict[str, dict[str, Any]] = {
     "generate": {**SENT, "on_prompt_progress": None},
     "open_stream": {**SENT, "on_prompt_progress": None},
-    "submit": {**SENT, "written": (), "output_interval": 0.0},
+    "submit": {**SENT, "written": ()},
     "encode": {**POOLED, "pooling_params": PoolingParams()},
     "embed": POOLED,
     "submit_pooling": POOLED,

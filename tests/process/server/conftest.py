@@ -153,10 +153,26 @@ def served(shared_server: Served) -> Iterator[Served]:
 @pytest.fixture
 def with_a_key(served: Served) -> Iterator[Served]:
     """A second server of the engine, which asks for a key."""
-    settings = ServerSettings(port=0, api_keys=("a-secret-key",))
+    with second_server(served, api_keys=("a-secret-key",)) as second:
+        yield second
+
+
+@pytest.fixture
+def told_together(served: Served) -> Iterator[Served]:
+    """A second server of the engine, which lets it hold the tokens of streams for a minute."""
+    with second_server(served, output_interval=60) as second:
+        yield second
+
+
+@contextlib.contextmanager
+def second_server(served: Served, **options: Any) -> Iterator[Served]:
+    """Start another server of an engine; end it behind the block."""
+    settings = ServerSettings(port=0, **options)
     second = dataclasses.replace(
         served, record=start_server(served.llm.connection, settings), settings=settings, clients=[]
     )
-    yield second
-    second.close_clients()
-    stop_server(second.record, drain_timeout=0)
+    try:
+        yield second
+    finally:
+        second.close_clients()
+        stop_server(second.record, drain_timeout=0)

@@ -68,6 +68,17 @@ def test_a_stream_has_the_whole_answer_and_its_usage(served: Any) -> None:
     assert usage.completion_tokens == 40
 
 
+def test_tokens_of_a_stream_are_sent_together(told_together: Any) -> None:
+    stream = told_together.client().completions.create(
+        model="random-tiny", prompt="a", max_tokens=20, stream=True
+    )
+    texts = [chunk.choices[0].text for chunk in stream if chunk.choices[0].text]
+    assert texts[0] == letters("a", 1)
+    assert "".join(texts) == letters("a", 20)
+    # The minute may end in between, once.
+    assert len(texts) <= 3
+
+
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_stream_says_how_far_a_long_prompt_is_read(is_chat: bool, long_prompts: Any) -> None:
     client = long_prompts.client()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,10 +95,16 @@ class Walk:
         rows["uniform"] = uniforms(rows["stream"], rows["number"])
         draws = torch.from_numpy(self.draws.view(np.uint8).reshape(8, -1))
         has_draws = bool(rows["inverse"].any())
-        further = FurtherSteps(self.ends, self.stop, taken, draws, has_draws, most)
+        ended_at = torch.full((MOST_FURTHER_STEPS, 2), -5)
+        further = FurtherSteps(self.ends, self.stop, taken, draws, ended_at, has_draws, most)
+        before = time.time_ns()
         output = self.batches.model.step(self.ids, positions, self.caches, attention, None, further)
         assert further.taken <= most
         assert (taken[further.taken :] == -5).all()
+        assert (ended_at[further.taken :] == -5).all()
+        ends = [seconds * 10**9 + rest for seconds, rest in ended_at[: further.taken].tolist()]
+        times = [before, *ends, time.time_ns()]
+        assert times == sorted(times)
         assert output.largest is not None
         self.ids = output.largest[0].clone()
         if has_draws:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from random_models import random_tokens, save_tokenizer
 
 from nbengine import LLM, RequestOutputKind, SamplingParams
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.engine.core.core import EngineCore
 from nbengine.engine.core.step_pace import StepPace
 from nbengine.errors import RequestError
@@ -131,6 +133,28 @@ def test_answers_are_those_of_one_step_at_a_time(
     if num_blocks == BLOCKS:
         hits = [core_of(llm).scheduler.make_stats().prefix_cache_hits for llm in (one, several)]
         assert hits[0] == hits[1] > 0
+
+
+def test_a_follower_hears_of_each_step_and_of_its_time(make: Make, sizes: list[int]) -> None:
+    llm = make()
+    core, mirror = core_of(llm), TraceMirror(0)
+    core.trace.record(True)
+    for message in core.trace.snapshot(time.time(), core.scheduler.make_stats()):
+        mirror.apply(message)
+    began = time.time()
+    tokens_of(llm, greedy(), PROMPTS[:2])
+    batch = core.trace.take_batch(time.time(), core.scheduler.make_stats())
+    assert batch is not None
+    assert mirror.apply(batch)
+    assert MOST_STEPS in sizes
+    steps = list(mirror.steps)
+    assert [step.step for step in steps] == list(range(sum(sizes)))
+    assert sum(step.num_sampled for step in steps) == 80
+    moments = [moment for step in steps for moment in (step.time, step.time + (step.seconds or 0.0))]
+    times = [began, *moments, time.time()]
+    assert times == pytest.approx(sorted(times), rel=0, abs=1e-5)
+    # Those that were computed at once have times of their own.
+    assert all(step.seconds for step in steps)
 
 
 def test_an_answer_ends_at_its_end_token_and_costs_no_step_more(make: Make, sizes: list[int]) -> None:

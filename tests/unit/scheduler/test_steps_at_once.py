@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.ipc.messages import EngineCoreOutputs, FinishReason
 from nbengine.kv_cache.specs import FULL, make_groups
@@ -26,9 +28,21 @@ from tests.unit.scheduler.layered_model import Rules, tables_of
 from tests.unit.scheduler.mixtures import MIXTURES, STATE
 from tests.unit.scheduler.paged_model import EOS, VOCAB_SIZE, FakeWorker, sequential_tokens
 from tests.unit.scheduler.short_histories import ABORTED, add
+from tests.unit.scheduler.traced import compare_blocks, compare_request, over_the_wire
 
 BLOCK_SIZE = 4
 MANY = StepsAllowed(8, 1.0)
+
+
+class Clock:
+    """A clock on which each look takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
 
 
 class Side:
@@ -52,6 +66,16 @@ class Side:
         self.sizes: list[int] = []
         """The steps that the plans asked for."""
         self.num_steps = 0
+        self.clock = Clock()
+        self.trace = TraceStream(self.scheduler, self.clock)
+        self.mirror: TraceMirror | None = None
+
+    def follow(self) -> None:
+        """Have everything told from now on, and compared."""
+        self.trace.record(True)
+        self.mirror = TraceMirror(0)
+        for message in self.trace.snapshot(self.clock(), self.scheduler.make_stats()):
+            assert self.mirror.apply(over_the_wire(message))
 
     def add(self, name: str, interval: float = 100.0, num_prompt: int = 4, **params: Any) -> Request:
         request = add(self.scheduler, name, num_prompt, **{"temperature": 0.0, **params})
@@ -80,10 +104,37 @@ class Side:
             list(range(known[name] + 1, known[name] + 1 + count)) if name in due else [] for name in names
         ]
         before = self.scheduler.step_counter
-        self.hear(self.scheduler.update_from_output(plan, ModelRunnerOutput(names, sampled)))
+        ends = [self.clock() for _ in range(count - 1)]
+        self.hear(self.scheduler.update_from_output(plan, ModelRunnerOutput(names, sampled, step_ends=ends)))
         assert self.scheduler.step_counter == before + count - 1
         self.num_steps += count
+        if self.mirror is not None:
+            self.compare(self.mirror, plan, count)
         return count
+
+    def compare(self, mirror: TraceMirror, plan: SchedulerOutput, count: int) -> None:
+        """Take in what has been told of the latest steps: it is the truth, and each step has its own times."""
+        is_told = bool(plan.num_scheduled_tokens or plan.preempted_req_ids)
+        batch = self.trace.take_batch(self.clock(), self.scheduler.make_stats())
+        if batch is None:
+            assert not is_told
+            return
+        assert mirror.apply(over_the_wire(batch))
+        compare_blocks(mirror, self.scheduler)
+        assert {view.added.request_id for view in mirror.requests.values()} == set(self.scheduler.requests)
+        for request in self.scheduler.requests.values():
+            compare_request(mirror.requests[request.number], request)
+        if not is_told:
+            return
+        steps = list(mirror.steps)[-count:]
+        assert [step.step for step in steps] == list(range(plan.step, plan.step + count))
+        first = list(plan.num_scheduled_tokens.values())
+        assert [list(step.num_tokens) for step in steps] == [first] + [[1] * len(first)] * (count - 1)
+        due = len(first) - len(plan.incomplete_req_ids)
+        assert [step.num_sampled for step in steps] == [due] * count
+        times = [(step.time, step.time + (step.seconds or 0.0)) for step in steps]
+        assert all(began < ended for began, ended in times)
+        assert all(one[1] == other[0] for one, other in pairwise(times))
 
     def _check_room(self, request: Request, count: int) -> None:
         """There is a block for each token that the steps compute, and the last of them may be had."""
@@ -115,9 +166,13 @@ EVENTS = st.lists(st.one_of(REQUESTS, st.integers(1, 6), st.just("abort"), st.ju
 
 
 @settings(max_examples=amount(400, thorough=10_000))
-@given(events=EVENTS, num_blocks=st.integers(12, 30), seed=st.integers(0, 10**6))
-def test_the_same_comes_out_in_the_end(events: list[Any], num_blocks: int, seed: int) -> None:
+@given(events=EVENTS, num_blocks=st.integers(12, 30), seed=st.integers(0, 10**6), follow=st.booleans())
+def test_the_same_comes_out_in_the_end_and_is_told(
+    events: list[Any], num_blocks: int, seed: int, follow: bool
+) -> None:
     several, oracle = Side(MANY, num_blocks, seed, limit=44), Side(None, num_blocks, limit=44)
+    if follow:
+        several.follow()
     for side in (several, oracle):
         for place, event in enumerate(events):
             if isinstance(event, tuple):
@@ -308,13 +363,20 @@ def test_while_a_request_waits_there_is_one_step_at_a_time() -> None:
     assert refuses(side)
 
 
-def test_while_somebody_follows_the_steps_there_is_one_at_a_time() -> None:
+def test_those_who_follow_hear_of_each_step() -> None:
     side = Side(MANY)
-    side.add("r", max_tokens=20)
-    side.step()
-    trace = TraceStream(side.scheduler)
-    trace.record(True)
-    assert refuses(side)
+    side.random.randint = lambda _, most: most  # type: ignore[method-assign]
+    for name in "ab":
+        side.add(name, max_tokens=20)
+    side.follow()
+    side.run()
+    assert max(side.sizes) == 8
+    assert side.mirror is not None
+    steps = list(side.mirror.steps)
+    assert [step.step for step in steps] == list(range(20))
+    assert [step.num_sampled for step in steps] == [2] * 20
+    # Both end with the last step, which is the one that is told last.
+    assert [len(step.finished) for step in steps] == [0] * 19 + [2]
 
 
 def test_prompts_are_computed_in_steps_of_their_own() -> None:
@@ -352,10 +414,20 @@ def test_a_fault_in_a_later_step_keeps_the_tokens_before_it() -> None:
     for name in "ab":
         side.add(name, max_tokens=20)
     side.step()
+    side.follow()
     plan = side.plan()
     assert plan.num_steps == 8
-    answer = ModelRunnerOutput(["a", "b"], [[2, 3], [2, 3, 4]], faults={"a": Fault.NOT_FINITE})
+    ends = [side.clock(), side.clock()]
+    answer = ModelRunnerOutput(
+        ["a", "b"], [[2, 3], [2, 3, 4]], faults={"a": Fault.NOT_FINITE}, step_ends=ends
+    )
     side.hear(side.scheduler.update_from_output(plan, answer))
+    batch = side.trace.take_batch(0.0, side.scheduler.make_stats())
+    assert side.mirror is not None
+    assert batch is not None
+    assert side.mirror.apply(over_the_wire(batch))
+    assert [step.num_sampled for step in side.mirror.steps] == [2, 2, 1]
+    side.mirror = None
     assert side.tokens["a"] == [1, 2, 3]
     assert side.ends == {"a": FinishReason.ERROR}
     side.run()

@@ -23,7 +23,7 @@ from nbengine.metrics.trace import (
     TraceSnapshot,
 )
 from nbengine.sampling_params import PoolingParams, SamplingParams
-from nbengine.scheduler.output import ModelRunnerOutput
+from nbengine.scheduler.output import Fault, ModelRunnerOutput
 from nbengine.scheduler.request import Request
 from nbengine.scheduler.scheduler import Scheduler
 from nbengine.scheduler.trace_stream import TraceStream
@@ -115,6 +115,20 @@ def test_what_is_not_like_the_step_before_is_spelled_out() -> None:
     followed.step()
     kinds = [type(event) for event in followed.take() if isinstance(event, StepPlanned | StepContinued)]
     assert kinds == [StepPlanned, StepContinued, StepPlanned, StepContinued, StepPlanned, StepContinued]
+
+
+def test_a_request_with_a_fault_has_got_no_token() -> None:
+    followed = Followed(make_scheduler())
+    for name in "ab":
+        add(followed.scheduler, name, 5)
+    followed.step()
+    plan = followed.scheduler.schedule()
+    outcome = ModelRunnerOutput(["a", "b"], [[], [7]], faults={"a": Fault.NOT_FINITE})
+    followed.scheduler.update_from_output(plan, outcome)
+    followed.take()
+    assert [step.num_sampled for step in followed.mirror.steps] == [2, 1]
+    assert followed.mirror.finished[0].num_output_tokens == 1
+    assert followed.mirror.requests[1].num_output_tokens == 2
 
 
 def test_a_request_that_resumes_does_not_go_on_where_it_was() -> None:

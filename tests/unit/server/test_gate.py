@@ -270,6 +270,13 @@ async def test_a_trace_goes_with_its_requests() -> None:
     assert traces == [headers, None]
 
 
+async def test_the_engine_hears_for_how_long_it_may_hold_tokens() -> None:
+    for settings, interval in (({}, 0.03), ({"output_interval": 0}, 0), ({"output_interval": 2.5}, 2.5)):
+        fake = await server(**settings)
+        await call(fake.app, PATH, CHAT)
+        assert [options["output_interval"] for *_, options in fake.engine.asked] == [interval]
+
+
 async def test_prometheus_gets_the_figures_of_every_rank() -> None:
     fake = await server()
     engines = [SchedulerStats(num_running_reqs=2), SchedulerStats(engine_index=1, num_running_reqs=3)]

@@ -47,6 +47,9 @@ def test_keys_are_never_shown() -> None:
         {"max_queued_requests": -1},
         {"read_timeout": 0},
         {"drain_timeout": -1},
+        {"output_interval": -0.1},
+        {"output_interval": 61},
+        {"output_interval": "often"},
         {"host": ""},
         {"served_model_names": ("",)},
     ],
@@ -64,8 +67,12 @@ def parsed(*words: str) -> dict[str, Any]:
 
 def test_flags_make_settings() -> None:
     flags = ("--port", "0", "--served-model-name", "a", "b", "--log-requests", "--allowed-host", "mine.test")
-    assert settings_of(parsed(*flags), {}) == ServerSettings(
-        port=0, served_model_names=("a", "b"), log_requests=True, allowed_hosts=("mine.test",)
+    assert settings_of(parsed(*flags, "--output-interval", "0.5"), {}) == ServerSettings(
+        port=0,
+        served_model_names=("a", "b"),
+        log_requests=True,
+        allowed_hosts=("mine.test",),
+        output_interval=0.5,
     )
 
 
