@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from nbengine.kernels.cpu.row_functions import CpuDeltaGates
+    from nbengine.kernels.cpu.row_functions import CpuDeltaGates, CpuGroupNorm, CpuSoftplus
 
 
 class RowNorm(Protocol):
@@ -78,6 +78,27 @@ def select_delta_gates(device: torch.device, dtype: torch.dtype, heads: int) -> 
     from nbengine.kernels.cpu.row_functions import CpuDeltaGates
 
     return CpuDeltaGates(heads)
+
+
+def select_softplus(device: torch.device, dtype: torch.dtype, size: int) -> CpuSoftplus | None:
+    """Return what computes softplus of the sum of rows of this type and a vector; None where plain torch has to do it."""
+    if dtype is not torch.float32 or not has_compiled_rows(device, dtype, 0):
+        return None
+    from nbengine.kernels.cpu.row_functions import CpuSoftplus
+
+    return CpuSoftplus(size)
+
+
+def select_group_norm(
+    weight: torch.Tensor, groups: int, eps: float, dtype: torch.dtype
+) -> CpuGroupNorm | None:
+    """Return the normalisation of each of some groups of numbers of a row, with this weight; None where plain torch has
+    to do it."""
+    if weight.dtype is not dtype or not has_compiled_rows(weight.device, dtype, len(weight) // groups):
+        return None
+    from nbengine.kernels.cpu.row_functions import CpuGroupNorm
+
+    return CpuGroupNorm(weight, groups, eps)
 
 
 def select_rotation(

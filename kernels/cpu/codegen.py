@@ -135,6 +135,11 @@ class Vector:
         b = self.builder
         return Vector(b, b.select(b.fcmp_ordered(">", self.ir, other.ir), self.ir, other.ir))
 
+    def at_most(self, other: Vector) -> Vector:
+        """Return the smaller of the two, lane by lane."""
+        b = self.builder
+        return Vector(b, b.select(b.fcmp_ordered("<", self.ir, other.ir), self.ir, other.ir))
+
     def splat(self, lanes: int) -> Vector:
         """Repeat the first lane in every one of `lanes` lanes."""
         return self._pick([0] * lanes)

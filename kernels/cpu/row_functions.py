@@ -89,7 +89,35 @@ class CpuRMSNorm:
 
     def after_adding(self, x: Tensor, added: Tensor, scale: float) -> Tensor:
         """Add `added` [T, size] times `scale` to x [T, size] in place, and normalise that."""
-        return self(x.add_(added, alpha=scale))
+        return self(x.add_(added if scale == 1 else added * scale))
+
+
+class CpuGroupNorm:
+    """Root mean square normalisation of each of some groups of numbers of a row, with a weight."""
+
+    def __init__(self, weight: Tensor, groups: int, eps: float) -> None:
+        self._weight = weight
+        function = compile_rows("rms_norm_groups", groups, ELEMENTS[weight.dtype], len(weight) // groups)
+        self._function = RowFunction(function, eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise x [T, size], contiguous."""
+        output = torch.empty_like(x)
+        self._function.run(x, output, self._weight.data_ptr())
+        return output
+
+
+class CpuSoftplus:
+    """Softplus of the sum of a row and a vector, float32."""
+
+    def __init__(self, size: int) -> None:
+        self._function = RowFunction(compile_rows("softplus", size, Element.FLOAT32))
+
+    def __call__(self, x: Tensor, added: Tensor) -> Tensor:
+        """Return log(1 + exp(x + added)), [T, size], for x [T, size], whose rows are contiguous, and added [size]."""
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._function.run(x, output, added.data_ptr())
+        return output
 
 
 class CpuGate:
@@ -165,9 +193,10 @@ def supports_rows(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 def compile_rows(
     name: str, size: int, element: Element, head_dim: int = 0, *, picked: bool = False, turned: int = 0
 ) -> Function:
-    """Compile a function of rows: "rms_norm", "add", "multiply", `DELTA_GATES` or a gate, by the name of its
-    activation, of rows of `size` numbers; "rotate", "rms_norm_heads", "rms_norm_every_other_head" or
-    "gate_every_other_head" of `size` heads.
+    """Compile a function of rows: "rms_norm", "add", "multiply", "divide", "softplus" (of the sum), "at_least", "at_most",
+    `DELTA_GATES` or a gate, by the name of its activation, of rows of `size` numbers; "rotate", "rms_norm_heads",
+    "rms_norm_every_other_head", "rms_norm_groups" (each with weights of its own) or "gate_every_other_head" of `size`
+    heads.
 
     The other operand of row i is row i, too, or with `picked` row number `picks[i]`. Of every head the first `turned`
     numbers are turned (0: all), the others are copied. Where every other head is taken, `x` has twice the heads.
@@ -184,6 +213,7 @@ def _define(
 ) -> None:
     bodies: dict[str, Body] = {
         "rms_norm": partial(_rms_norm, size),
+        "rms_norm_groups": partial(_over_groups, size, head_dim, partial(_rms_norm, head_dim)),
         "rms_norm_heads": partial(_over_heads, size, head_dim, 1, partial(_rms_norm, head_dim)),
         "rms_norm_every_other_head": partial(_over_heads, size, head_dim, 2, partial(_rms_norm, head_dim)),
         "gate_every_other_head": partial(_gate_heads, size, head_dim),
@@ -192,6 +222,11 @@ def _define(
         DELTA_GATES[1]: partial(_sigmoid, size),
         "add": partial(_each, size, lambda _, x, other: x + other),
         "multiply": partial(_each, size, lambda _, x, other: x * other),
+        "divide": partial(_each, size, lambda _, x, other: x / other),
+        "softplus": partial(_each, size, lambda code, x, other: softplus(code, x + other)),
+        # These keep what is no number.
+        "at_least": partial(_each, size, lambda _, x, other: other.at_least(x)),
+        "at_most": partial(_each, size, lambda _, x, other: other.at_most(x)),
         **{activation: partial(_each, size, gate) for activation, gate in GATES.items()},
     }
     define(module, name, 1, partial(_over_rows, bodies[name], element, picked), exported=True)
@@ -212,8 +247,8 @@ class _Row:
     def size(self) -> int:
         return self.element.size
 
-    def load(self, address: Int) -> Vector:
-        return self.code.load(address, MAX_LANES, self.element)
+    def load(self, address: Int, lanes: int = MAX_LANES) -> Vector:
+        return self.code.load(address, lanes, self.element)
 
     def store(self, value: Vector, address: Int) -> None:
         self.code.store(value, address, self.element)
@@ -255,6 +290,13 @@ def _over_heads(heads: int, head_dim: int, step: int, body: Body, row: _Row) -> 
         body(replace(row, x=row.x + at * step, output=row.output + at))
 
 
+def _over_groups(groups: int, group_size: int, body: Body, row: _Row) -> None:
+    """Do something to each group of numbers with its part of the other operand."""
+    with row.code.loop(0, row.code.integer(groups)) as group:
+        at = group * (group_size * row.size)
+        body(replace(row, x=row.x + at, other=row.other + at, output=row.output + at))
+
+
 def _gate_heads(heads: int, head_dim: int, row: _Row) -> None:
     """Multiply each head of the other operand with sigmoid of every other head of `x`."""
     with row.code.loop(0, row.code.integer(heads)) as head:
@@ -279,9 +321,14 @@ def _sigmoid(heads: int, row: _Row) -> None:
 
 
 def _each(size: int, combine: Callable[[Code, Vector, Vector], Vector], row: _Row) -> None:
-    with row.code.loop(0, row.code.integer(size * row.size), MAX_LANES * row.size) as place:
+    whole = size // MAX_LANES * MAX_LANES
+    with row.code.loop(0, row.code.integer(whole * row.size), MAX_LANES * row.size) as place:
         value = combine(row.code, row.load(row.x + place), row.load(row.other + place))
         row.store(value, row.output + place)
+    for column, lanes in vectors_of(size - whole):
+        at = (whole + column) * row.size
+        value = combine(row.code, row.load(row.x + at, lanes), row.load(row.other + at, lanes))
+        row.store(value, row.output + at)
 
 
 def _rotate(heads: int, head_dim: int, turned: int, row: _Row) -> None:

@@ -8,7 +8,18 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.kernels.cpu.row_functions import CpuDeltaGates, CpuGate, CpuPairGate, CpuRMSNorm, CpuRotation
+from nbengine.kernels.cpu.codegen import Element
+from nbengine.kernels.cpu.row_functions import (
+    CpuDeltaGates,
+    CpuGate,
+    CpuGroupNorm,
+    CpuPairGate,
+    CpuRMSNorm,
+    CpuRotation,
+    CpuSoftplus,
+    RowFunction,
+    compile_rows,
+)
 from nbengine.kernels.row_kernels import select_gate, select_rms_norm, select_rotation
 from tests.support.thorough import amount
 
@@ -154,3 +165,53 @@ def test_a_gate_beside_what_it_gates_is_rounded_once(dtype: torch.dtype, rows: i
     places = torch.finfo(dtype).eps / 2 * 1.01 + 1e-6
     expected = gate.double().sigmoid() * other.double()
     torch.testing.assert_close(found.double(), expected, rtol=places, atol=1e-6)
+
+
+COMBINED = {
+    "add": torch.add,
+    "multiply": torch.mul,
+    "divide": torch.div,
+    "at_least": torch.maximum,
+    "at_most": torch.minimum,
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+@pytest.mark.parametrize("size", [1, 16, 45, 99])
+def test_two_rows_of_any_size_are_combined_as_torch_does(name: str, size: int) -> None:
+    chance = torch.Generator().manual_seed(size)
+    x, other = torch.randn(19, size, generator=chance), torch.randn(size, generator=chance)
+    x[3, size // 2], x[4, 0], x[5, size - 1] = torch.nan, torch.inf, -torch.inf
+    output = torch.full((19, size), 7.0)
+    RowFunction(compile_rows(name, size, Element.FLOAT32)).run(x, output, other.data_ptr())
+    torch.testing.assert_close(output, COMBINED[name](x, other), rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=amount(12, thorough=800))
+@given(rows=st.integers(1, 40), size=st.integers(1, 70), seed=st.integers(0, 10**9))
+def test_softplus_of_a_sum_is_exact_to_some_places(rows: int, size: int, seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    spread = torch.tensor([0.1, 3, 40])[torch.randint(3, (rows, 1), generator=chance)]
+    x = (torch.randn(rows, size + 3, generator=chance) * spread)[:, 3:]
+    added = torch.randn(size, generator=chance)
+    found = CpuSoftplus(size)(x, added)
+    expected = F.softplus((x + added).double(), threshold=1e9)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-36)
+    x[0] = torch.nan
+    assert CpuSoftplus(size)(x, added)[0].isnan().all()
+
+
+@settings(max_examples=amount(12, thorough=800))
+@given(
+    rows=st.integers(1, 40), groups=st.integers(1, 5), size=st.sampled_from([16, 48]), seed=st.integers(0, 99)
+)
+def test_each_group_of_a_row_is_normalised_with_its_own_weights(
+    rows: int, groups: int, size: int, seed: int
+) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    weight = torch.randn(groups * size, generator=chance)
+    x = torch.randn(rows, groups, size, generator=chance)
+    x *= 10 ** (torch.rand(rows, groups, 1, generator=chance) * 4 - 2)
+    found = CpuGroupNorm(weight, groups, EPS)(x.flatten(1)).view(x.shape)
+    normalised = F.rms_norm(x.double(), (size,), eps=EPS) * weight.view(groups, size).double()
+    torch.testing.assert_close(found.double(), normalised, rtol=1e-6, atol=1e-7)

@@ -134,7 +134,7 @@ class RMSNorm:
         """Add `added` [T, size] times `scale` to x [T, size] in place, and return x normalised."""
         if self._compiled is not None:
             return self._compiled.after_adding(x, added, scale)
-        return self(x.add_(added, alpha=scale))
+        return self(x.add_(added if scale == 1 else added * scale))
 
     def slots(self, prefix: str) -> Slots:
         """Yield the weight under the checkpoint's name."""

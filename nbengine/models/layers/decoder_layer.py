@@ -54,7 +54,7 @@ class ResidualStream:
         if added is not None:
             if isinstance(norm, RMSNorm):
                 return norm.after_adding(hidden, added, self._scale)
-            hidden.add_(added, alpha=self._scale)
+            hidden.add_(added if self._scale == 1 else added * self._scale)
         return hidden if norm is None else norm(hidden)
 
 

@@ -43,6 +43,7 @@ class GatedDeltaNet:
         self.rule = rule
         self._rank, self._ranks = layout.tp_rank, layout.tp_size
         self.key_heads, self.heads = rule.key_heads // self._ranks, rule.value_heads // self._ranks
+        self.inner = self.heads * rule.value_dim
         self._device, self._hidden_dtype = place.device, place.hidden_dtype
         self.in_proj = MergedLinear(config.hidden_size, list(self._projections()), bias=False, place=place)
         self.sizes = [self._own(part) for part in CONVOLVED]
@@ -56,10 +57,9 @@ class GatedDeltaNet:
         self.eps = config.rms_norm_eps
         self._gates = self._norm = self._gate = None
         if not place.is_exact and self._hidden_dtype is torch.float32:
-            inner = self.heads * rule.value_dim
             self._gates = select_delta_gates(place.device, self._hidden_dtype, self.heads)
             self._norm = select_rms_norm(self.norm_weight, self.eps, self._hidden_dtype)
-            self._gate = select_pair_gate(place.device, self._hidden_dtype, inner, "silu")
+            self._gate = select_pair_gate(place.device, self._hidden_dtype, self.inner, "silu")
         self.out_proj = row_parallel_linear(
             rule.value_heads * rule.value_dim,
             config.hidden_size,
@@ -145,7 +145,7 @@ class GatedDeltaNet:
     def _out_place(self, place: Place) -> Place:
         """Return the place of the output projection: where this rank's columns lie apart in the checkpoint and are no
         whole blocks there, they are dense."""
-        rule, form = self.rule, place.format(self.heads * self.rule.value_dim)
+        rule, form = self.rule, place.format(self.inner)
         is_cut = form is not None and self.key_heads * rule.value_dim % form.columns
         return replace(place, packed=ALL_DENSE) if rule.tiled and self._ranks > 1 and is_cut else place
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState
+from nbengine.kernels.row_kernels import select_group_norm, select_pair_gate, select_softplus
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.configs.recurrent_config import Mamba2Config
 from nbengine.models.layers.basic import MergedLinear, Rows
@@ -30,15 +31,15 @@ class Mamba2Mixer:
         assert space is not None
         self.space = space
         self._rank = layout.tp_rank
-        self._heads = space.heads // layout.tp_size
-        self._groups = max(1, space.groups // layout.tp_size)
-        self._inner, grouped = self._heads * space.head_dim, self._groups * space.state_size
+        self.heads = space.heads // layout.tp_size
+        self.groups = max(1, space.groups // layout.tp_size)
+        self.inner, grouped = self.heads * space.head_dim, self.groups * space.state_size
         self._device, self._hidden_dtype = place.device, place.hidden_dtype
         first_group = layout.tp_rank * space.groups // layout.tp_size
         shared = (grouped, space.groups * space.state_size, first_group * space.state_size)
-        own = (self._inner, space.inner, layout.tp_rank * self._inner)
+        own = (self.inner, space.inner, layout.tp_rank * self.inner)
         self._convolved = (("x", *own), ("b", *shared), ("c", *shared))
-        steps = Rows("in_proj_dt", self._heads, space.heads, layout.tp_rank * self._heads)
+        steps = Rows("in_proj_dt", self.heads, space.heads, layout.tp_rank * self.heads)
         self.in_proj = MergedLinear(
             config.hidden_size,
             [
@@ -49,12 +50,15 @@ class Mamba2Mixer:
             bias=space.proj_bias,
             place=place,
         )
-        self._sizes = (self._inner, grouped, grouped)
-        channels = sum(self._sizes)
-        self._split = (channels, self._inner, self._heads)
+        self.sizes = (self.inner, grouped, grouped)
+        channels = sum(self.sizes)
+        self.split = (channels, self.inner, self.heads)
         self.conv_weight = place.vector(channels * space.kernel).view(channels, space.kernel)
         self.conv_bias = place.vector(channels) if space.conv_bias else None
-        self.a_log, self.dt_bias, self.d = (place.wide_vector(self._heads) for _ in range(3))
+        self.a_log, self.dt_bias, self.d = (place.wide_vector(self.heads) for _ in range(3))
+        self._softplus = None
+        if not place.is_exact:
+            self._softplus = select_softplus(place.device, place.hidden_dtype, self.heads)
         self.norm = GatedGroupNorm(space, config.rms_norm_eps, first_group, place, parallel)
         self.out_proj = row_parallel_linear(
             space.inner,
@@ -75,7 +79,7 @@ class Mamba2Mixer:
 
     def warm_up(self, metadata: RecurrentMetadata) -> None:
         """Compute the tokens of a step, which are zeros, between the projections."""
-        x = torch.zeros(metadata.num_tokens, sum(self._split), dtype=self._hidden_dtype, device=self._device)
+        x = torch.zeros(metadata.num_tokens, sum(self.split), dtype=self._hidden_dtype, device=self._device)
         self._mix(x, self.new_state(metadata.num_slots), metadata)
 
     def _mix(
@@ -83,28 +87,38 @@ class Mamba2Mixer:
     ) -> tuple[Tensor, Tensor]:
         """Return what comes out of the state space, and its gates."""
         space, kernels = self.space, metadata.kernels
-        inputs, gate, step = projected.split_with_sizes(self._split, dim=1)
+        inputs, gate, step = projected.split_with_sizes(self.split, dim=1)
         mixed = kernels.short_convolution(
             inputs, self.conv_weight, self.conv_bias, states.conv, metadata, silu=True
         )
-        inner, b, c = mixed.split_with_sizes(self._sizes, dim=1)
+        inner, b, c = mixed.split_with_sizes(self.sizes, dim=1)
         out = kernels.state_space(
-            inner.view(-1, self._heads, space.head_dim),
-            F.softplus(step.float() + self.dt_bias).clamp_(space.least_step, space.most_step),
-            b.view(-1, self._groups, space.state_size),
-            c.view(-1, self._groups, space.state_size),
-            -self.a_log.exp(),
+            inner.view(-1, self.heads, space.head_dim),
+            self._steps(step).clamp_(space.least_step, space.most_step),
+            b.view(-1, self.groups, space.state_size),
+            c.view(-1, self.groups, space.state_size),
+            self.rate,
             self.d,
             states.state,
             metadata,
         )
         return out.flatten(1), gate
 
+    @property
+    def rate(self) -> Tensor:
+        """Return the rates [heads] with which states decay, which are negative."""
+        return -self.a_log.exp()
+
+    def _steps(self, x: Tensor) -> Tensor:
+        if self._softplus is not None:
+            return self._softplus(x, self.dt_bias)
+        return F.softplus(x.float() + self.dt_bias)
+
     def new_state(self, num_slots: int) -> RecurrentState:
         """Return the memory of `num_slots` states."""
         space = self.space
-        conv = (num_slots, sum(self._sizes), space.kernel - 1)
-        state = (num_slots, self._heads, space.state_size, space.head_dim)
+        conv = (num_slots, sum(self.sizes), space.kernel - 1)
+        state = (num_slots, self.heads, space.state_size, space.head_dim)
         return RecurrentState(
             torch.zeros(conv, dtype=self._hidden_dtype, device=self._device),
             torch.zeros(state, dtype=torch.float32, device=self._device),
@@ -123,7 +137,7 @@ class Mamba2Mixer:
                 yield f"{prefix}.conv1d_{name}.bias", WeightSlot(bias, (full_size,), 0, start)
             first += size
         for name, vector in (("A_log", self.a_log), ("dt_bias", self.dt_bias), ("D", self.d)):
-            yield f"{prefix}.{name}", WeightSlot(vector, (self.space.heads,), 0, self._rank * self._heads)
+            yield f"{prefix}.{name}", WeightSlot(vector, (self.space.heads,), 0, self._rank * self.heads)
         yield from self.norm.slots(f"{prefix}.norm")
         yield from self.out_proj.slots(f"{prefix}.out_proj")
 
@@ -148,15 +162,27 @@ class GatedGroupNorm:
         self.weight = place.vector(size)
         self.eps = eps
         self._slot = WeightSlot(self.weight, (space.inner,), 0, parallel.layout.tp_rank * size)
-        self._groups = max(1, space.groups // ranks)
+        self.groups = max(1, space.groups // ranks)
         self._group_size = space.inner // space.groups
         self._first_group, self._all_groups = first_group, space.groups
         self._all_reduce = parallel.tp.all_reduce if space.groups % ranks else None
+        self._gate = self._norm = None
+        # Of 16 bits the outcome is rounded once, at the end.
+        if not (place.is_exact or self.is_shared) and place.hidden_dtype is torch.float32:
+            self._gate = select_pair_gate(place.device, place.hidden_dtype, size, "silu")
+            self._norm = select_group_norm(self.weight, self.groups, eps, place.hidden_dtype)
+
+    @property
+    def is_shared(self) -> bool:
+        """Tell whether other ranks have parts of this one's group."""
+        return self._all_reduce is not None
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalise x [T, own channels] with the gate of the same shape."""
+        if self._gate is not None and self._norm is not None:
+            return self._norm(self._gate(gate, x))
         gated = x.float() * F.silu(gate.float())
-        by_group = gated.view(len(x), self._groups, -1)
+        by_group = gated.view(len(x), self.groups, -1)
         squares = by_group.square().sum(-1)
         if self._all_reduce is not None:
             everyones = squares.new_zeros(len(x), self._all_groups)

@@ -47,12 +47,12 @@ from nbengine.models.prepared.rows import Operation, row_operation
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """The attention of one layer: its functions and options, the group of layers with which it shares a plan, and
-    the table of its rotary embedding."""
+    the table of its rotary embedding; None: it has none."""
 
     functions: AttentionFunctions
     options: AttentionOptions
     group: int
-    angles: Tensor
+    angles: Tensor | None
 
 
 class StepOperations:
@@ -73,6 +73,7 @@ class StepOperations:
         ranks: RankOperations | None,
         experts: ExpertBuffers | None,
         recurrent: RecurrentBuffers | None,
+        residual_scale: float,
     ) -> None:
         self.operations: list[Operation] = []
         self.plans: list[int] = []
@@ -99,6 +100,9 @@ class StepOperations:
         if experts is not None:
             self._experts = ExpertOperations(buffers, experts, self._num_threads)
             self._scores = experts.scores
+        self._residual_scale = None
+        if residual_scale != 1:
+            self._residual_scale = torch.full((buffers.out.shape[1],), residual_scale)
         self._is_pending = False
         """True while the output of the block before is still to be added to the residual stream."""
 
@@ -146,13 +150,15 @@ class StepOperations:
         source = buffers.qkv if self._query_parts == 1 else buffers.queries
         if head_norms is not None:
             self._normalise_heads(*head_norms, source)
-        size, turned = self._head_dim, self._heads + self._kv_heads
-        rotate = compile_rows(
-            "rotate", turned, Element.FLOAT32, size, picked=True, turned=angles.shape[-1] % size
-        )
-        self._over_rows(rotate, source, angles, buffers.rotated, picks=self._positions)
-        self._add_write()
-        self._add_attend()
+        size, rotated = self._head_dim, source
+        if angles is not None:
+            turned, rotated = self._heads + self._kv_heads, buffers.rotated
+            rotate = compile_rows(
+                "rotate", turned, Element.FLOAT32, size, picked=True, turned=angles.shape[-1] % size
+            )
+            self._over_rows(rotate, source, angles, rotated, picks=self._positions)
+        self._add_write(rotated)
+        self._add_attend(rotated)
         if self._query_parts > 1:
             gate = compile_rows("gate_every_other_head", self._heads, Element.FLOAT32, size)
             self._over_rows(gate, buffers.qkv[:, size:], buffers.attended, buffers.attended)
@@ -201,9 +207,15 @@ class StepOperations:
             self.operations.append(Operation(function, arguments, tokens_per_item, has_tokens))
         self._sum_over_ranks(self._buffers.out)
 
-    def add_output_norm(self, norm: RMSNorm) -> None:
-        """Normalise the output of a block before it is added to the residual stream."""
-        self._normalise(norm, self._buffers.out, self._buffers.out)
+    def end_block(self, norm: RMSNorm | None) -> None:
+        """Normalise and scale the output of a block, as far as the model does, before it is added to the residual
+        stream."""
+        out = self._buffers.out
+        if norm is not None:
+            self._normalise(norm, out, out)
+        if self._residual_scale is not None:
+            multiply = compile_rows("multiply", out.shape[1], Element.FLOAT32)
+            self._over_rows(multiply, out, self._residual_scale, out, repeats=True)
 
     def add_norm(self, norm: RMSNorm) -> None:
         """Normalise the residual stream after the last layer."""
@@ -215,14 +227,19 @@ class StepOperations:
         self._add(self._buffers.x, self._buffers.out, repeats=False)
         self._is_pending = False
 
-    def add_logits(self, weight: PackedWeight, vocab_size: int) -> None:
+    def add_logits(self, weight: PackedWeight, vocab_size: int, divisor: float) -> None:
         """Turn normalised rows into logits, and look for the largest of each row; `weight` are this rank's rows of
-        the output projection."""
+        the output projection, whose outcome is divided."""
         buffers, first = self._buffers, len(self.operations)
         self._round(buffers.normed)
         self._product(weight, buffers.own_logits, buffers.records)
         if self._ranks is not None:
             self.operations.append(Operation(*self._ranks.gather_rows(buffers.own_logits, buffers.logits)))
+        if divisor != 1:
+            divide = compile_rows("divide", vocab_size, Element.FLOAT32)
+            self._over_rows(
+                divide, buffers.logits, torch.full((vocab_size,), divisor), buffers.logits, repeats=True
+            )
         for function, parts in zip(compile_largest(), (PARTS, 1), strict=True):
             arguments = LargestArguments(
                 parts=parts,
@@ -295,8 +312,8 @@ class StepOperations:
         self.operations.append(Operation(function, arguments, ROWS_AT_A_TIME))
         self._is_pending = True
 
-    def _add_write(self) -> None:
-        rotated, qkv = self._buffers.rotated, self._buffers.qkv
+    def _add_write(self, rotated: Tensor) -> None:
+        qkv = self._buffers.qkv
         write = WriteArguments(
             kv_heads=self._kv_heads,
             key=rotated[:, self._heads * self._head_dim :].data_ptr(),
@@ -308,7 +325,7 @@ class StepOperations:
         self.writes.append(len(self.operations))
         self.operations.append(Operation(self.attends.functions.write, write, TOKENS_PER_ITEM))
 
-    def _add_attend(self) -> None:
+    def _add_attend(self, rotated: Tensor) -> None:
         buffers, own = self._buffers, self.attends
         for places, function in (
             (self.decodes, own.functions.decode),
@@ -316,8 +333,8 @@ class StepOperations:
         ):
             attend = AttentionArguments(
                 kv_heads=self._kv_heads,
-                query=buffers.rotated.data_ptr(),
-                query_stride=row_bytes(buffers.rotated),
+                query=rotated.data_ptr(),
+                query_stride=row_bytes(rotated),
                 output=buffers.attended.data_ptr(),
                 work=buffers.work[own.group].data_ptr(),
                 partials=buffers.partials.data_ptr(),

@@ -83,14 +83,14 @@ class StepProgram:
             ranks,
             ExpertBuffers.make(model.moe_blocks, size.tokens),
             recurrent,
+            model.config.residual_scale,
         )
         operations.add_plans([group.span for group in self._groups])
-        self._scale = scale_of(model)
-        self.embeds = _add_all(model, operations, attends, self._scale)
+        self.embeds = _add_all(model, operations, attends, scale_of(model))
         self._hidden = buffers.x if model.norm is None else buffers.normed
         self._vocab_size = model.config.vocab_size
         if self._head is not None:
-            operations.add_logits(self._head, self._vocab_size)
+            operations.add_logits(self._head, self._vocab_size, model.config.logits_divisor)
         if goes_on(model):
             operations.add_passages(MOST_FURTHER_STEPS, self._vocab_size)
         self._program = Program(
@@ -270,21 +270,21 @@ def _attention_of(
             continue
         attention, rotary = layer.self_attn.attention, layer.self_attn.rotary
         options = attention.options
-        assert rotary is not None
         group = groups.setdefault(
             (options.window, options.chunk, cache_group),
             AttentionGroup(len(groups), options, cache_group, layers=[]),
         )
         group.layers.append(len(attends))
         functions = kernels.functions(attention.num_heads, attention.head_dim, kv_cache, options)
-        attends.append(LayerAttention(functions, options, group.number, rotary.table))
+        angles = None if rotary is None else rotary.table
+        attends.append(LayerAttention(functions, options, group.number, angles))
     return list(groups.values()), attends
 
 
 def head_of(model: PreparedModel) -> PackedWeight | None:
     """Return the output projection, if it is there and quantised, and its outcome the logits."""
     config = model.config
-    if config.logits_divisor != 1 or config.logits_soft_cap is not None:
+    if config.logits_soft_cap is not None:
         return None
     weight = None if model.lm_head is None else model.lm_head.rows.weight
     return weight if isinstance(weight, PackedWeight) else None
@@ -363,15 +363,13 @@ def _add_all(
             operations.add_attention(
                 _rms(layer.before_attention), attention.qkv_proj, norms, attention.o_proj
             )
-        if layer.after_attention is not None:
-            operations.add_output_norm(_rms(layer.after_attention))
+        operations.end_block(None if layer.after_attention is None else _rms(layer.after_attention))
         if isinstance(mlp, DecoderMLP):
             operations.add_mlp(_rms(layer.before_mlp), mlp)
         else:
             assert isinstance(mlp, SparseMoeBlock)
             operations.add_experts(_rms(layer.before_mlp), mlp)
-        if layer.after_mlp is not None:
-            operations.add_output_norm(_rms(layer.after_mlp))
+        operations.end_block(None if layer.after_mlp is None else _rms(layer.after_mlp))
     if model.norm is None:
         operations.add_residual()
     else:

@@ -10,16 +10,23 @@ from torch import Tensor
 
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.program import Program, places_of
-from nbengine.kernels.cpu.recurrent import compile_delta_rule, compile_short_convolution, parts_of, plan_of
+from nbengine.kernels.cpu.recurrent import (
+    compile_delta_rule,
+    compile_short_convolution,
+    compile_state_space,
+    parts_of,
+    plan_of,
+)
 from nbengine.kernels.cpu.recurrent_layout import RecurrentArguments
 from nbengine.kernels.cpu.row_functions import DELTA_GATES, compile_rows
 from nbengine.kernels.recurrent_metadata import RecurrentMetadata
 from nbengine.models.layers.gated_convolution import GatedConvolution
 from nbengine.models.layers.gated_delta_net import GatedDeltaNet, RecurrentState
+from nbengine.models.layers.mamba2 import Mamba2Mixer
 from nbengine.models.prepared.products import row_bytes
 from nbengine.models.prepared.rows import Operation, row_operation
 
-PreparedMixer = GatedDeltaNet | GatedConvolution
+PreparedMixer = GatedDeltaNet | GatedConvolution | Mamba2Mixer
 """The recurrent blocks that prepared steps know."""
 
 _AT = places_of(RecurrentArguments)
@@ -34,7 +41,7 @@ class RecurrentBuffers:
     convolved: Tensor
     """[tokens, channels]"""
     gates: Tensor
-    """[2, tokens, heads]: the decays and betas of the delta rule."""
+    """[2, tokens, heads]: the decays and betas of the delta rule, or first the steps of a state space."""
     mixed: Tensor
     """[tokens, features]: what the last projection takes."""
 
@@ -45,7 +52,7 @@ class RecurrentBuffers:
             features, channels, heads, inner = 3 * mixer.channels, mixer.channels, 0, mixer.channels
         else:
             features, channels, heads = sum(mixer.split), mixer.split[0], mixer.heads
-            inner = heads * mixer.rule.value_dim
+            inner = mixer.inner
         return cls(
             torch.empty(tokens, features),
             torch.empty(tokens, channels),
@@ -58,6 +65,8 @@ def mixing(mixer: PreparedMixer, buffers: RecurrentBuffers) -> Iterator[Operatio
     """Yield the operations from the first projection's outcome to what the last one takes."""
     if isinstance(mixer, GatedConvolution):
         yield from _gated_convolution(mixer, buffers)
+    elif isinstance(mixer, Mamba2Mixer):
+        yield from _state_space(mixer, buffers)
     else:
         yield from _delta_rule(mixer, buffers)
 
@@ -102,6 +111,41 @@ def _delta_rule(mixer: GatedDeltaNet, buffers: RecurrentBuffers) -> Iterator[Ope
     yield row_operation(silu, gate, buffers.mixed, buffers.mixed)
 
 
+def _state_space(mixer: Mamba2Mixer, buffers: RecurrentBuffers) -> Iterator[Operation]:
+    space, heads = mixer.space, mixer.heads
+    inputs, gate, step = buffers.projected.split_with_sizes(mixer.split, dim=1)
+    steps, rate = buffers.gates[0], mixer.rate
+    yield _convolution(inputs, mixer.conv_weight, mixer.conv_bias, buffers.convolved, silu=True)
+    softplus = compile_rows("softplus", heads, Element.FLOAT32)
+    yield row_operation(softplus, step, mixer.dt_bias, steps, repeats=True)
+    for name, limit in (("at_least", space.least_step), ("at_most", space.most_step)):
+        function, limits = compile_rows(name, heads, Element.FLOAT32), torch.full((heads,), limit)
+        yield row_operation(function, steps, limits, steps, repeats=True)
+    x, b, c = buffers.convolved.split_with_sizes(mixer.sizes, dim=1)
+    arguments = RecurrentArguments(
+        heads=heads,
+        parts=1,
+        group=heads // mixer.groups,
+        output=buffers.mixed.data_ptr(),
+        query=c.data_ptr(),
+        query_stride=row_bytes(c),
+        key=b.data_ptr(),
+        key_stride=row_bytes(b),
+        value=x.data_ptr(),
+        value_stride=row_bytes(x),
+        dt=steps.data_ptr(),
+        rate=rate.data_ptr(),
+        skip=mixer.d.data_ptr(),
+    )
+    function, _ = compile_state_space(space.state_size, space.head_dim, Element.FLOAT32)
+    yield Operation(function, arguments, has_tokens=False, holds=(rate,))
+    silu = compile_rows("silu", mixer.inner, Element.FLOAT32)
+    yield row_operation(silu, gate, buffers.mixed, buffers.mixed)
+    norm = mixer.norm
+    normalise = compile_rows("rms_norm_groups", norm.groups, Element.FLOAT32, mixer.inner // norm.groups)
+    yield row_operation(normalise, buffers.mixed, norm.weight, buffers.mixed, repeats=True, eps=norm.eps)
+
+
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, *, silu: bool) -> Operation:
     channels, kernel = weight.shape
     function, parts = compile_short_convolution(channels, kernel, Element.FLOAT32, bias is not None, silu)
@@ -135,6 +179,9 @@ class RecurrentGroup:
         if isinstance(first, GatedDeltaNet):
             self._heads = first.heads
             _, self._panels = compile_delta_rule(first.rule.key_dim, first.rule.value_dim, Element.FLOAT32)
+        elif isinstance(first, Mamba2Mixer):
+            self._heads, space = first.heads, first.space
+            _, self._panels = compile_state_space(space.state_size, space.head_dim, Element.FLOAT32)
         self._plan: object = None
 
     def use(self, states: Sequence[RecurrentState]) -> None:

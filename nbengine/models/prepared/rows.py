@@ -15,12 +15,14 @@ from nbengine.models.prepared.products import row_bytes
 @dataclass(frozen=True, slots=True)
 class Operation:
     """An operation, and how many of its items there are: one for `tokens_per_item` tokens, or as many as the
-    arguments say. `has_tokens`: the arguments have the number of tokens, too."""
+    arguments say. `has_tokens`: the arguments have the number of tokens, too. `holds` are operands that nobody else may
+    have."""
 
     function: Function
     arguments: Structure
     tokens_per_item: int = 0
     has_tokens: bool = True
+    holds: tuple[Tensor, ...] = ()
 
 
 def row_operation(
@@ -45,4 +47,4 @@ def row_operation(
         output_stride=row_bytes(output),
         eps=eps,
     )
-    return Operation(function, arguments, ROWS_AT_A_TIME)
+    return Operation(function, arguments, ROWS_AT_A_TIME, holds=(other,))

@@ -23,6 +23,7 @@ from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.decoder_layer import DecoderLayer
 from nbengine.models.layers.gated_convolution import GatedConvolution
 from nbengine.models.layers.gated_delta_net import GatedDeltaNet
+from nbengine.models.layers.mamba2 import Mamba2Mixer
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SparseMoeBlock
 from nbengine.models.layers.weights import PackedWeight, Weight
@@ -122,8 +123,7 @@ def _is_plain(config: DecoderConfig) -> bool:
     """Return whether there is nothing around the blocks, nor in their norms and rotary embedding, that the
     operations do not do."""
     return (
-        config.residual_scale == 1
-        and not config.rotary_interleaved
+        not config.rotary_interleaved
         and config.clip_qkv is None
         and not (config.qk_norm_whole or config.turned_norm)
         and config.query_growth is None
@@ -145,7 +145,12 @@ def _is_covered(layer: DecoderLayer) -> bool:
     elif type(mixer) is GatedDeltaNet:
         if mixer.is_reordered:
             return False
-        needs.sizes.append(mixer.rule.value_dim)
+        needs.sizes.extend([mixer.rule.value_dim, mixer.inner])
+        needs.weights.extend([mixer.out_proj.weight, *(weight for _, weight in mixer.in_proj.runs)])
+    elif type(mixer) is Mamba2Mixer:
+        if mixer.norm.is_shared:
+            return False
+        needs.sizes.extend([mixer.inner, mixer.inner // mixer.groups])
         needs.weights.extend([mixer.out_proj.weight, *(weight for _, weight in mixer.in_proj.runs)])
     elif type(mixer) is GatedConvolution:
         needs.sizes.append(mixer.channels)
@@ -180,9 +185,10 @@ def _is_attention_covered(attention: DecoderAttention, needs: _Needs) -> bool:
     if sinks is not None and not (sinks.dtype is torch.float32 and sinks.is_contiguous()):
         return False
     # The norms of heads bring queries together where gates lie between them.
-    if attention.rotary is None or (attention.is_gated and attention.q_norm is None):
+    if attention.is_gated and attention.q_norm is None:
         return False
-    turned, size = attention.rotary.size, attention.attention.head_dim
+    size = attention.attention.head_dim
+    turned = 0 if attention.rotary is None else attention.rotary.size
     needs.sizes.extend([turned // 2, size // 2 if turned == size else size - turned])
     needs.weights.extend([attention.o_proj.weight, *(weight for _, weight in attention.qkv_proj.runs)])
     return True

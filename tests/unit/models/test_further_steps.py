@@ -139,7 +139,7 @@ def test_layers_in_several_groups_find_their_own_blocks(
     compare(batches)
 
 
-RECURRENT = {name: GROUPED[name] for name in ("qwen3.5", "lfm2")}
+RECURRENT = {name: GROUPED[name] for name in ("qwen3.5", "lfm2", "granite 4")}
 
 
 @pytest.mark.parametrize(("name", "num_threads"), in_turn(RECURRENT, [1, 3]))

@@ -44,6 +44,35 @@ LFM2: dict[str, Any] = {
     "block_auto_adjust_ff_dim": False,
     "pad_token_id": 0,
 }
+SCALES: dict[str, Any] = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 3.0,
+}
+STATE_SPACE: dict[str, Any] = {
+    **MIXED,
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 24,
+    "mamba_n_groups": 2,
+}
+BIASES_AND_LIMITS: dict[str, Any] = {
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 3,
+    "mamba_proj_bias": True,
+    "mamba_conv_bias": False,
+    "attention_bias": True,
+    "time_step_limit": [0.3, 0.9],
+}
+GRANITE_4: dict[str, Any] = {
+    **SCALES,
+    **STATE_SPACE,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 128,
+}
+BAMBA: dict[str, Any] = {**STATE_SPACE, "attn_layer_indices": [1], "num_attention_heads": 2}
+del BAMBA["layer_types"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**SIZES, "sliding_window": 40}),
     "qwen3": ("Qwen3", {**WINDOWS, "use_sliding_window": True}),
@@ -55,6 +84,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5 with biases": ("Qwen3_5", {**QWEN, **PARTIAL, "head_dim": 64, "attention_bias": True}),
     "lfm2": ("Lfm2", LFM2),
     "lfm2 with biases": ("Lfm2", {**LFM2, "conv_bias": True, "conv_L_cache": 4}),
+    "granite": ("Granite", {**SIZES, **SCALES, "mlp_bias": True, "vocab_size": 99}),
+    "granite 4": ("GraniteMoeHybrid", GRANITE_4),
+    "granite 4 with biases and limits": ("GraniteMoeHybrid", {**GRANITE_4, **BIASES_AND_LIMITS}),
+    "bamba": ("Bamba", {**SIZES, **BAMBA, "head_dim": 64}),
+    "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
 }
 
 
@@ -72,6 +106,7 @@ def test_a_prepared_step_has_the_bits_of_the_eager_path(
     kind, settings = MODELS[name]
     random_model(kind, **settings).save_pretrained(tmp_path)
     model: DecoderForCausalLM = load(tmp_path, torch.bfloat16, quantization=quantization)
+    assert model._prepared is not None
     batches = Batches(model, torch.int8 if num_threads == 3 else None)
     batches.has_logits = name != "gemma2"
     assert_same_bits_of_all_steps(batches)

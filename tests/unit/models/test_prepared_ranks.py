@@ -49,7 +49,21 @@ MODELS: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     ),
     "biases of feed-forward blocks": ("Llama", Kind.Q5_1, {"head_dim": 32, "mlp_bias": True}),
     "experts": ("Qwen3Moe", Kind.Q4_1, EXPERTS),
+    "blocks and logits times numbers": (
+        "Granite",
+        Kind.Q4_0,
+        {
+            "head_dim": 32,
+            "vocab_size": 97,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 3.0,
+        },
+    ),
 }
+SCALES = {"embedding_scale": 6.0, "residual_scale": 0.4, "attention.scale": 0.1, "logit_scale": 3.0}
+"""The names of such numbers in a GGUF file."""
 
 
 @pytest.fixture
@@ -58,7 +72,9 @@ def path_of(tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: An
         kind, weight_type, settings = MODELS[name]
         vocabulary = settings.get("vocab_size", 96)
         arch = kind.lower()
-        metadata = expert_metadata(arch) if kind.endswith("Moe") else {}
+        metadata: dict[str, Any] = expert_metadata(arch) if kind.endswith("Moe") else {}
+        if kind == "Granite":
+            metadata = {f"{arch}.{key}": value for key, value in SCALES.items()}
         variant = gguf_variant(
             arch=arch, weight_type=weight_type, vocabulary=vocabulary, metadata=metadata, dense="mlp.gate."
         )

@@ -28,7 +28,7 @@ BLOCKS = 200
 Make = Callable[..., LLM]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 32}),
-    **{name: GROUPED[name] for name in ("gemma3", "qwen3.5", "lfm2")},
+    **{name: GROUPED[name] for name in ("gemma3", "qwen3.5", "lfm2", "granite 4")},
 }
 
 
