@@ -120,6 +120,18 @@ class CpuSoftplus:
         return output
 
 
+class CpuSigmoidScale:
+    """A row times sigmoid of one number, float32."""
+
+    def __init__(self, size: int) -> None:
+        self._function = RowFunction(compile_rows("sigmoid_scale", size, Element.FLOAT32))
+
+    def __call__(self, x: Tensor, scores: Tensor) -> Tensor:
+        """Multiply x [T, size], contiguous, in place with sigmoid of the first of each row of scores [T, 1 or more]."""
+        self._function.run(x, x, scores.data_ptr(), scores.stride(0) * scores.element_size())
+        return x
+
+
 class CpuGate:
     """The gate of a feed-forward block: an activation of the first half of a row times the second half."""
 
@@ -194,6 +206,7 @@ def compile_rows(
     name: str, size: int, element: Element, head_dim: int = 0, *, picked: bool = False, turned: int = 0
 ) -> Function:
     """Compile a function of rows: "rms_norm", "add", "multiply", "divide", "softplus" (of the sum), "at_least", "at_most",
+    "sigmoid_scale" (`x` times sigmoid of the first number of the other operand),
     `DELTA_GATES` or a gate, by the name of its activation, of rows of `size` numbers; "rotate", "rms_norm_heads",
     "rms_norm_every_other_head", "rms_norm_groups" (each with weights of its own) or "gate_every_other_head" of `size`
     heads.
@@ -220,6 +233,7 @@ def _define(
         "rotate": partial(_rotate, size, head_dim, turned or head_dim),
         DELTA_GATES[0]: partial(_decay, size),
         DELTA_GATES[1]: partial(_sigmoid, size),
+        "sigmoid_scale": partial(_sigmoid_scale, size),
         "add": partial(_each, size, lambda _, x, other: x + other),
         "multiply": partial(_each, size, lambda _, x, other: x * other),
         "divide": partial(_each, size, lambda _, x, other: x / other),
@@ -318,6 +332,12 @@ def _sigmoid(heads: int, row: _Row) -> None:
     for column, lanes in vectors_of(heads):
         at = column * row.size
         row.code.store(sigmoid(row.code, row.code.load(row.x + at, lanes)), row.output + at)
+
+
+def _sigmoid_scale(size: int, row: _Row) -> None:
+    scale = sigmoid(row.code, row.load(row.other, 1)).splat(MAX_LANES)
+    with row.code.loop(0, row.code.integer(size * row.size), MAX_LANES * row.size) as place:
+        row.store(row.load(row.x + place) * scale, row.output + place)
 
 
 def _each(size: int, combine: Callable[[Code, Vector, Vector], Vector], row: _Row) -> None:

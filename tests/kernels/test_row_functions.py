@@ -16,6 +16,7 @@ from nbengine.kernels.cpu.row_functions import (
     CpuPairGate,
     CpuRMSNorm,
     CpuRotation,
+    CpuSigmoidScale,
     CpuSoftplus,
     RowFunction,
     compile_rows,
@@ -215,3 +216,15 @@ def test_each_group_of_a_row_is_normalised_with_its_own_weights(
     found = CpuGroupNorm(weight, groups, EPS)(x.flatten(1)).view(x.shape)
     normalised = F.rms_norm(x.double(), (size,), eps=EPS) * weight.view(groups, size).double()
     torch.testing.assert_close(found.double(), normalised, rtol=1e-6, atol=1e-7)
+
+
+@settings(max_examples=amount(12, thorough=800))
+@given(rows=st.integers(1, 40), size=st.sampled_from([16, 96]), seed=st.integers(0, 10**9))
+def test_rows_are_multiplied_with_sigmoid_of_their_own_number(rows: int, size: int, seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, size, generator=chance)
+    scores = torch.randn(rows, 16, generator=chance) * 5
+    expected = x.double() * scores[:, :1].double().sigmoid()
+    found = CpuSigmoidScale(size)(x, scores)
+    assert found is x
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-30)

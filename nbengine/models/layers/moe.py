@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState
 from nbengine.distributed.layout import RankLayout
-from nbengine.kernels.dispatch import ExpertKernels, select_routing
+from nbengine.kernels.dispatch import ExpertKernels, select_routing, select_sigmoid_scale
 from nbengine.models.configs.moe_config import MoEConfig
 from nbengine.models.layers.basic import Linear
 from nbengine.models.layers.grouped_router import GroupedRouter
@@ -26,6 +26,7 @@ from nbengine.models.sharding import ExpertShard
 
 if TYPE_CHECKING:
     from nbengine.kernels.cpu.routing import CpuRouting
+    from nbengine.kernels.cpu.row_functions import CpuSigmoidScale
 
 PROJECTIONS = (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1))
 """An expert's matrices, and the dimension along which each has the inner features."""
@@ -132,13 +133,23 @@ class SharedExpert:
         own = place.inside("shared_expert")
         self.mlp = DecoderMLP(hidden_size, intermediate_size, bias=False, place=own, parallel=alone)
         self.gate: Linear | None = None
+        self._scoring: CpuRouting | None = None
+        self._scale: CpuSigmoidScale | None = None
         if has_gate:
             self.gate = Linear(hidden_size, 1, bias=False, place=place.inside("shared_expert_gate"))
+            if place.packed.formats:
+                self._scoring = select_routing(place.device, hidden_size, 1, 1, renormalize=False)
+                self._scale = select_sigmoid_scale(place.device, hidden_size)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's share of the output [T, hidden] for normalised hidden states x [T, hidden]."""
-        out = self.mlp(x)
-        return out if self.gate is None else out.mul_(self.gate(x).sigmoid_())
+        out, gate = self.mlp(x), self.gate
+        if gate is None:
+            return out
+        weight = gate.weight
+        if self._scoring is None or self._scale is None or not isinstance(weight, DenseWeight):
+            return out.mul_(gate(x).sigmoid_())
+        return self._scale(out, self._scoring.scores(x, weight.tensor))
 
     def slots(self, prefix: str) -> Slots:
         """Yield the weights under the checkpoint's names."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.kernels.cpu.backend import ELEMENTS
+from nbengine.kernels.cpu.codegen import MAX_LANES
 from nbengine.kernels.cpu.expert_steps import (
     EXPERT_WORDS,
     CombineArguments,
@@ -59,6 +60,10 @@ class ExpertBuffers:
     starts: Tensor
     active: Tensor
     count: Tensor
+    shared: Tensor
+    """[tokens, hidden], float32: the output of the block that all tokens go through."""
+    shared_scores: Tensor
+    """[tokens, 16], float32: the first number is the score of that block's gate."""
 
     @classmethod
     def make(cls, blocks: Sequence[SparseMoeBlock], tokens: int) -> ExpertBuffers | None:
@@ -87,6 +92,8 @@ class ExpertBuffers:
             starts=integers(len(shard.experts) + 1),
             active=integers(len(shard.experts)),
             count=integers(1),
+            shared=torch.empty(tokens, 0 if first.shared is None else first.hidden_size),
+            shared_scores=torch.empty(tokens, MAX_LANES),
         )
 
 
@@ -116,7 +123,7 @@ class ExpertOperations:
         own, pairs = self._experts, blocks.pairs()
         weight = block.router.weight
         if isinstance(weight, DenseWeight):
-            yield compile_scores(ELEMENTS[weight.tensor.dtype]), self._score(weight.tensor), 0
+            yield self.score(weight.tensor, own.scores)
         per_token, nowhere = routing.per_token, len(own.outputs) - 1
         choose = ChooseArguments(
             experts=routing.experts,
@@ -175,9 +182,10 @@ class ExpertOperations:
             yield compile_each(), each, 0
         yield compile_combine(block.hidden_size), self._combine(per_token), 1
 
-    def _score(self, weight: Tensor) -> ScoreArguments:
-        normed, scores = self._buffers.normed, self._experts.scores
-        return ScoreArguments(
+    def score(self, weight: Tensor, scores: Tensor) -> Operation:
+        """Return the operation that multiplies the normalised rows with a dense weight."""
+        normed = self._buffers.normed
+        arguments = ScoreArguments(
             items=len(weight),
             columns=weight.shape[1],
             x=normed.data_ptr(),
@@ -186,6 +194,7 @@ class ExpertOperations:
             output=scores.data_ptr(),
             output_stride=row_bytes(scores),
         )
+        return compile_scores(ELEMENTS[weight.dtype]), arguments, 0
 
     def _combine(self, per_token: int) -> CombineArguments:
         own, out = self._experts, self._buffers.out

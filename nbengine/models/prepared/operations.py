@@ -15,33 +15,27 @@ from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.decode_plan import DecodePlanArguments, compile_decode_plan
 from nbengine.kernels.cpu.draw import DrawArguments, compile_draw, scratch_bytes
 from nbengine.kernels.cpu.expert_steps import EachArguments
-from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.largest import PARTS, LargestArguments, compile_largest
 from nbengine.kernels.cpu.layout import AttentionArguments, Span
 from nbengine.kernels.cpu.next_step import NextStepArguments, compile_next_step
 from nbengine.kernels.cpu.norm_rounding import NormRoundArguments, compile_norm_round
-from nbengine.kernels.cpu.products import (
-    ProductArguments,
-    compile_gated,
-    compile_multiply,
-    compile_round_rows,
-)
+from nbengine.kernels.cpu.products import compile_gated
 from nbengine.kernels.cpu.quantized_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.recurrent_layout import RecurrentArguments
 from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME, compile_rows
 from nbengine.kernels.cpu.write_kv import TOKENS_PER_ITEM, WriteArguments
-from nbengine.kernels.quantized import SPAN
 from nbengine.models.layers.attention import Attention
 from nbengine.models.layers.basic import Linear, MergedLinear, RMSNorm
 from nbengine.models.layers.mlp import DecoderMLP
-from nbengine.models.layers.moe import SparseMoeBlock
+from nbengine.models.layers.moe import SharedExpert, SparseMoeBlock
 from nbengine.models.layers.parallel_layers import VocabParallelEmbedding
-from nbengine.models.layers.weights import PackedWeight
+from nbengine.models.layers.weights import DenseWeight, PackedWeight
+from nbengine.models.prepared.basic_operations import BasicOperations
 from nbengine.models.prepared.buffers import StepBuffers
 from nbengine.models.prepared.experts import ExpertBuffers, ExpertOperations
-from nbengine.models.prepared.products import gated_arguments, product_arguments, row_bytes
+from nbengine.models.prepared.products import gated_arguments, row_bytes
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, mixing
-from nbengine.models.prepared.rows import Operation, row_operation
+from nbengine.models.prepared.rows import Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +49,14 @@ class LayerAttention:
     angles: Tensor | None
 
 
-class StepOperations:
+class StepOperations(BasicOperations):
     """A list of operations that grows by layers, for up to as many tokens as the buffers hold.
 
     `add_plans` comes first, and `attends` is set before `add_attention`. `plans` are the places of those that plan
     for each group of layers, `decodes` and `prefills` are the places of those that attend, for requests of one
-    token and for others, `writes` of those that write keys and values, `states` of those on recurrent states, `layers` of the first ones of each layer,
-    `logits` of those that come after the hidden states, and `passages` of those that lay out a next step. `ranks` makes the exchanges with other ranks, if there
-    are any.
+    token and for others, `writes` of those that write keys and values, `states` of those on recurrent states, `layers`
+    of the first ones of each layer, `logits` of those that come after the hidden states, and `passages` of those that
+    lay out a next step.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class StepOperations:
         recurrent: RecurrentBuffers | None,
         residual_scale: float,
     ) -> None:
-        self.operations: list[Operation] = []
+        super().__init__(buffers, ranks)
         self.plans: list[int] = []
         self.writes: list[int] = []
         self.decodes: list[int] = []
@@ -86,20 +80,18 @@ class StepOperations:
         self.passages: list[int] = []
         self.draw = -1
         """The place of the operation that draws tokens."""
-        self._buffers = buffers
         self._heads, self._kv_heads = attention.num_heads, attention.num_kv_heads
         self._head_dim = attention.head_dim
         self._query_parts = buffers.query_parts
         self._recurrent = recurrent
         self.attends = attends
         """The attention of the layer that is being added."""
-        self._ranks = ranks
         self._ids, self._positions, _ = (row.data_ptr() for row in buffers.own[0])
-        self._num_threads = torch.get_num_threads()
         self._experts = None
         if experts is not None:
             self._experts = ExpertOperations(buffers, experts, self._num_threads)
             self._scores = experts.scores
+            self._shared = experts.shared, experts.shared_scores
         self._residual_scale = None
         if residual_scale != 1:
             self._residual_scale = torch.full((buffers.out.shape[1],), residual_scale)
@@ -197,15 +189,32 @@ class StepOperations:
     def add_experts(self, norm: RMSNorm, block: SparseMoeBlock) -> None:
         """Make the output of the block with experts of the residual stream."""
         assert self._experts is not None
+        shared = block.shared
         self._add_norm_round(norm)
         if isinstance(block.router.weight, PackedWeight):
             self._product(block.router.weight, self._scores, self._buffers.records)
-        else:
+        has_gate = shared is not None and shared.gate is not None
+        if has_gate or not isinstance(block.router.weight, PackedWeight):
             self._normalise(norm, self._buffers.x, self._buffers.normed)
         for function, arguments, tokens_per_item in self._experts.of(block):
             has_tokens = not isinstance(arguments, EachArguments)
             self.operations.append(Operation(function, arguments, tokens_per_item, has_tokens))
+        if shared is not None:
+            self._add_shared(shared)
         self._sum_over_ranks(self._buffers.out)
+
+    def _add_shared(self, block: SharedExpert) -> None:
+        """Add the output of the block that all tokens go through."""
+        assert self._experts is not None
+        buffers, (out, scores) = self._buffers, self._shared
+        self._add_gated(block.mlp.gate_up_proj, block.mlp.activation)
+        self._multiply(block.mlp.down_proj, out, buffers.gated_records)
+        if block.gate is not None:
+            assert isinstance(block.gate.weight, DenseWeight)
+            self.operations.append(Operation(*self._experts.score(block.gate.weight.tensor, scores)))
+            scale = compile_rows("sigmoid_scale", out.shape[1], Element.FLOAT32)
+            self._over_rows(scale, out, scores, out)
+        self._add(buffers.out, out, repeats=False)
 
     def end_block(self, norm: RMSNorm | None) -> None:
         """Normalise and scale the output of a block, as far as the model does, before it is added to the residual
@@ -288,14 +297,6 @@ class StepOperations:
         keys, to = source[:, first * parts :], target[:, first:]
         self._over_rows(normalise, keys, key.weight, to, repeats=True, eps=key.eps)
 
-    def _normalise(self, norm: RMSNorm, source: Tensor, target: Tensor) -> None:
-        function = compile_rows("rms_norm", norm.shape[0], Element.FLOAT32)
-        self._over_rows(function, source, norm.weight, target, repeats=True, eps=norm.eps)
-
-    def _sum_over_ranks(self, x: Tensor) -> None:
-        if self._ranks is not None:
-            self.operations.append(Operation(*self._ranks.sum_rows(x)))
-
     def _add_norm_round(self, norm: RMSNorm) -> None:
         buffers = self._buffers
         arguments = NormRoundArguments(
@@ -351,56 +352,6 @@ class StepOperations:
         arguments.records = buffers.records.data_ptr()
         arguments.output = buffers.gated_records.data_ptr()
         self.operations.append(Operation(compile_gated(weight.form, activation), arguments))
-
-    def _multiply(self, linear: Linear, target: Tensor, records: Tensor | None = None) -> None:
-        assert isinstance(linear.weight, PackedWeight)
-        self._product(linear.weight, target, self._buffers.records if records is None else records)
-        if linear.bias is not None:
-            self._add(target, linear.bias, repeats=True)
-
-    def _multiply_merged(self, merged: MergedLinear, target: Tensor) -> None:
-        first = 0
-        for _, weight in merged.runs:
-            assert isinstance(weight, PackedWeight)
-            self._product(weight, target[:, first:], self._buffers.records)
-            first += weight.shape[0]
-        if merged.bias is not None:
-            self._add(target, merged.bias, repeats=True)
-
-    def _round(self, source: Tensor, records: Tensor | None = None) -> None:
-        records = self._buffers.records if records is None else records
-        arguments = ProductArguments(
-            item_size=1,
-            spans=source.shape[1] // SPAN,
-            x=source.data_ptr(),
-            x_stride=row_bytes(source),
-            records=records.data_ptr(),
-            record_stride=row_bytes(records),
-        )
-        self.operations.append(Operation(compile_round_rows(), arguments, 1))
-
-    def _product(self, weight: PackedWeight, target: Tensor, records: Tensor) -> None:
-        arguments = product_arguments(weight, self._num_threads, records, target)
-        arguments.records, arguments.output = records.data_ptr(), target.data_ptr()
-        self.operations.append(Operation(compile_multiply(weight.form), arguments))
-
-    def _add(self, target: Tensor, other: Tensor, *, repeats: bool) -> None:
-        function = compile_rows("add", target.shape[1], Element.FLOAT32)
-        self._over_rows(function, target, other, target, repeats=repeats)
-
-    def _over_rows(
-        self,
-        function: Function,
-        x: Tensor,
-        other: Tensor,
-        output: Tensor,
-        *,
-        repeats: bool = False,
-        eps: float = 0.0,
-        picks: int = 0,
-    ) -> None:
-        made = row_operation(function, x, other, output, repeats=repeats, eps=eps, picks=picks)
-        self.operations.append(made)
 
 
 def is_gated_at_once(mlp: DecoderMLP) -> bool:

@@ -321,7 +321,8 @@ def _buffers_of(
 ) -> StepBuffers:
     first, mlps = attentions_of(model)[0], [layer.mlp for layer in model.layers]
     head = head_of(model)
-    blocks = [mlp for mlp in mlps if isinstance(mlp, DecoderMLP)]
+    shared = [mlp.shared.mlp for mlp in mlps if isinstance(mlp, SparseMoeBlock) and mlp.shared is not None]
+    blocks = [*(mlp for mlp in mlps if isinstance(mlp, DecoderMLP)), *shared]
     return StepBuffers.make(
         size,
         first.attention,
@@ -329,7 +330,7 @@ def _buffers_of(
         query_parts=2 if first.is_gated else 1,
         mixed=mixed,
         hidden=model.config.hidden_size,
-        inner=blocks[0].size if blocks else 0,
+        inner=max((block.size for block in blocks), default=0),
         own_vocab_size=0 if head is None else head.rows,
         tp_size=model.tp.size,
         is_gated_at_once=all(map(is_gated_at_once, blocks)),

@@ -162,7 +162,7 @@ def _is_covered(layer: DecoderLayer) -> bool:
             return False
         needs.sizes.append(mlp.size)
         needs.weights.extend([mlp.down_proj.weight, *(weight for _, weight in mlp.gate_up_proj.runs)])
-    elif not isinstance(mlp, SparseMoeBlock) or not _are_covered(mlp):
+    elif not isinstance(mlp, SparseMoeBlock) or not _are_covered(mlp, needs):
         return False
     return needs.are_met()
 
@@ -194,8 +194,14 @@ def _is_attention_covered(attention: DecoderAttention, needs: _Needs) -> bool:
     return True
 
 
-def _are_covered(block: SparseMoeBlock) -> bool:
-    is_plain = block.routing is not None and block.shared is None
+def _are_covered(block: SparseMoeBlock, needs: _Needs) -> bool:
+    if block.shared is not None:
+        mlp = block.shared.mlp
+        if len(mlp.gate_up_proj.runs) != 1:
+            return False
+        needs.sizes.extend([mlp.size, block.hidden_size])
+        needs.weights.extend([mlp.down_proj.weight, *(weight for _, weight in mlp.gate_up_proj.runs)])
+    is_plain = block.routing is not None
     has_more = block.moe.bias or block.moe.clamped is not None
     return (
         is_plain

@@ -71,6 +71,14 @@ GRANITE_4: dict[str, Any] = {
     "num_local_experts": 0,
     "shared_intermediate_size": 128,
 }
+FOUR_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "intermediate_size": 64}
+QWEN_EXPERTS: dict[str, Any] = {
+    **SIZES,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
 BAMBA: dict[str, Any] = {**STATE_SPACE, "attn_layer_indices": [1], "num_attention_heads": 2}
 del BAMBA["layer_types"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,6 +95,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {**SIZES, **SCALES, "mlp_bias": True, "vocab_size": 99}),
     "granite 4": ("GraniteMoeHybrid", GRANITE_4),
     "granite 4 with biases and limits": ("GraniteMoeHybrid", {**GRANITE_4, **BIASES_AND_LIMITS}),
+    "granite 4 moe": ("GraniteMoeHybrid", {**GRANITE_4, **FOUR_EXPERTS, "num_local_experts": 4}),
+    "qwen2 moe": ("Qwen2Moe", QWEN_EXPERTS),
+    "qwen2 moe, dense layers between": ("Qwen2Moe", {**QWEN_EXPERTS, "decoder_sparse_step": 2}),
+    "qwen3.5 moe": ("Qwen3_5Moe", {**QWEN, **PARTIAL, **QWEN_EXPERTS, "head_dim": 64}),
     "bamba": ("Bamba", {**SIZES, **BAMBA, "head_dim": 64}),
     "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
 }

@@ -54,6 +54,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+SHARED = {"hidden_size": 128, "shared_expert_intermediate_size": 96}
 MODELS: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "llama": ("Llama", Kind.Q4_1, {"head_dim": 32}),
     "biases": ("Qwen2", Kind.Q8_0, {"hidden_size": 128}),
@@ -66,6 +67,7 @@ MODELS: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "biases of feed-forward blocks": ("Llama", Kind.Q5_1, {"head_dim": 32, "mlp_bias": True}),
     "experts": ("Qwen3Moe", Kind.Q4_1, {**EXPERTS, "dense": "mlp.gate."}),
     "experts and a quantised router": ("Qwen3Moe", Kind.Q8_0, {**EXPERTS, "norm_topk_prob": False}),
+    "experts beside a block for all": ("Qwen2Moe", Kind.Q4_1, {**EXPERTS, **SHARED, "dense": "gate."}),
 }
 
 
@@ -206,11 +208,3 @@ def test_experts_that_several_engine_cores_divide_take_the_eager_path_until_one_
     model.redivided(SINGLE.layout)
     assert_same_bits(batches, [8, 9], seed=1)
     assert torch.equal(before, batches.step([8, 9], seed=1, prepared=True)[0].hidden)
-
-
-def test_blocks_beside_the_experts_are_not_covered(load: Load) -> None:
-    settings = {**EXPERTS, "dense": "gate_inp", "head_dim": 32}
-    assert PreparedSteps.covers(load("Qwen3Moe", **settings))
-    assert not PreparedSteps.covers(
-        load("Qwen2Moe", hidden_size=128, shared_expert_intermediate_size=64, **settings)
-    )
