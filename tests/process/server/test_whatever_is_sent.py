@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nbengine import AsyncLLM
 from nbengine.frontend.text import template_process
-from nbengine.frontend.text.template_process import TemplateProcess
+from nbengine.frontend.text.template_process import TemplateCall, TemplateProcess
 from nbengine.server.app import make_app
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.completions import CompletionRequest
@@ -125,8 +125,9 @@ class Service:
 def service(no_leftovers_of_module: None) -> Iterator[Service]:
     templates = TemplateProcess()
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
-        # Messages that may take long are rendered in a process, which stays.
+        # Messages that may take long are rendered in a process. It stays, so that it must not begin in a test.
         patch.setattr(template_process, "_process", templates)
+        templates.render(TemplateCall(TEMPLATE, [{"role": "user", "content": "x"}], None, {}, True, False))
         llm = AsyncLLM("random-tiny", num_gpu_blocks_override=256, max_model_len=200, chat_template=TEMPLATE)
         service = Service(llm, runner)
         yield service
