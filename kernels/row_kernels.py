@@ -38,20 +38,23 @@ def select_rms_norm(weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Row
 
 
 def select_gate(
-    device: torch.device, dtype: torch.dtype, size: int, activation: str
+    device: torch.device, dtype: torch.dtype, size: int, activation: str | tuple[float, float]
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the function of [T, 2 * size] that multiplies the activation ("silu", "gelu_tanh", …) of the first half
-    of each row with the second half; None where plain torch has to do it."""
+    """Return the function of [T, 2 * size] that multiplies the activation ("silu", "gelu_tanh", …; or alpha and limit of
+    a clamped gate) of the first half of each row with the second half; None where plain torch has to do it."""
     if _has_triton_rows(device, dtype):
         from nbengine.kernels.triton.row_functions import ACTIVATIONS, TritonGate
 
-        return TritonGate(size, dtype, activation, device) if activation in ACTIVATIONS else None
+        if isinstance(activation, str) and activation in ACTIVATIONS:
+            return TritonGate(size, dtype, activation, device)
+        return None
     if not has_compiled_rows(device, dtype, size):
         return None
     from nbengine.kernels.cpu.row_functions import CpuGate
     from nbengine.kernels.cpu.vectors import GATES
 
-    return CpuGate(size, dtype, activation) if activation in GATES else None
+    is_there = isinstance(activation, tuple) or activation in GATES
+    return CpuGate(size, dtype, activation) if is_there else None
 
 
 def select_pair_gate(

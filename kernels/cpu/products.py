@@ -21,7 +21,7 @@ from nbengine.kernels.cpu.integers import LANES, QuadProduct
 from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
 from nbengine.kernels.cpu.product_tiles import ProductTile
 from nbengine.kernels.cpu.records import RECORD_BYTES, round_span
-from nbengine.kernels.cpu.vectors import GATES
+from nbengine.kernels.cpu.vectors import Activation, gate_of
 from nbengine.kernels.quantized import SPAN, Format
 
 _HALVES = 2
@@ -36,7 +36,7 @@ class ProductArguments(ctypes.Structure):
     """The arguments of the functions: addresses, strides in bytes, and counts.
 
     The threads of a call draw parts of the work from `counter`: `items` of `item_size` tiles (of the product)
-    or rows (of the rounding).
+    or rows (of the rounding). Functions that are compiled for it add `bias`, float32.
     """
 
     _fields_ = [
@@ -57,6 +57,7 @@ class ProductArguments(ctypes.Structure):
             "output",
             "output_stride",
             "out_features",
+            "bias",
         )
     ]
 
@@ -104,26 +105,28 @@ def _define_round_rows(module: ir.Module) -> None:
 
 
 @cache
-def compile_multiply(form: Format) -> Function:
-    """Compile the function of `ProductArguments` that makes the output of records and a weight.
+def compile_multiply(form: Format, *, has_bias: bool = False) -> Function:
+    """Compile the function of `ProductArguments` that makes the output of records and a weight. With a bias, the output
+    must have whole vectors of 16 features.
 
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
     kind = QuadProduct.best(host_processor())
-    (function,) = compile_module(_define_multiply, ["multiply"], form, kind)
+    (function,) = compile_module(_define_multiply, ["multiply"], form, kind, has_bias)
     return function
 
 
-def _define_multiply(module: ir.Module, form: Format, kind: QuadProduct) -> None:
-    define(module, "multiply", 1, partial(_multiply, form, kind), exported=True)
+def _define_multiply(module: ir.Module, form: Format, kind: QuadProduct, has_bias: bool) -> None:
+    define(module, "multiply", 1, partial(_multiply, form, kind, has_bias), exported=True)
 
 
 class GatedArguments(ctypes.Structure):
     """The arguments of a gated product: addresses, strides in bytes, and counts.
 
     `items` are of `item_size` pairs of tiles, `pairs` in all, of the gate at `gate` and of the other projection at
-    `up`; `output` gets the records of activation(gate) * up.
+    `up`; `output` gets the records of activation(gate) * up. Functions that are compiled for it add the biases first,
+    float32.
     """
 
     _fields_ = [
@@ -142,12 +145,14 @@ class GatedArguments(ctypes.Structure):
             "record_stride",
             "output",
             "output_stride",
+            "gate_bias",
+            "up_bias",
         )
     ]
 
 
 @cache
-def compile_gated(form: Format, activation: str = "silu") -> Function:
+def compile_gated(form: Format, activation: Activation = "silu", *, has_bias: bool = False) -> Function:
     """Compile the function of `GatedArguments` that makes records of activation(gate(x)) * up(x) from the records of
     x: what two products, a gate and a rounding make, without the numbers between them.
 
@@ -155,17 +160,28 @@ def compile_gated(form: Format, activation: str = "silu") -> Function:
         NBEngineError: LLVM has no code generator for this processor.
     """
     kind = QuadProduct.best(host_processor())
-    (function,) = compile_module(_define_gated, ["gated"], form, kind, activation)
+    (function,) = compile_module(_define_gated, ["gated"], form, kind, activation, has_bias)
     return function
 
 
-def _define_gated(module: ir.Module, form: Format, kind: QuadProduct, activation: str) -> None:
-    define(module, "gated", 1, partial(_gated, form, kind, activation), exported=True)
+def _define_gated(
+    module: ir.Module, form: Format, kind: QuadProduct, activation: Activation, has_bias: bool
+) -> None:
+    define(module, "gated", 1, partial(_gated, form, kind, activation, has_bias), exported=True)
 
 
-def _gated(form: Format, kind: QuadProduct, activation: str, code: Code, args: Int) -> None:
-    gate_with = GATES[activation]
+def _gated(
+    form: Format, kind: QuadProduct, activation: Activation, has_bias: bool, code: Code, args: Int
+) -> None:
+    gate_with = gate_of(activation)
     frame = _Frame(code, args, GatedArguments)
+
+    def with_bias(sums: list[Vector], name: str, tile: Int) -> list[Vector]:
+        if not has_bias:
+            return sums
+        bias = code.load(frame.get(name) + tile * (LANES * _FLOAT), LANES)
+        return [total + bias for total in sums]
+
     gate, up, tile_bytes = frame.get("gate"), frame.get("up"), frame.get("tile_bytes")
     output, stride = frame.get("output"), frame.get("output_stride")
     position = code.stack(8)
@@ -174,9 +190,10 @@ def _gated(form: Format, kind: QuadProduct, activation: str, code: Code, args: I
             for group in _groups(frame, form, kind, position, *rows):
                 tiles = []
                 for half in range(_HALVES):
-                    at = (pair * _HALVES + half) * tile_bytes
-                    gates = group.sums(gate + at, then=up + at)
-                    others = group.sums(up + at, then=gate + at + tile_bytes)
+                    tile = pair * _HALVES + half
+                    at = tile * tile_bytes
+                    gates = with_bias(group.sums(gate + at, then=up + at), "gate_bias", tile)
+                    others = with_bias(group.sums(up + at, then=gate + at + tile_bytes), "up_bias", tile)
                     both = zip(gates, others, strict=True)
                     tiles.append([gate_with(code, one, other) for one, other in both])
                 for number, halves in enumerate(zip(*tiles, strict=True)):
@@ -198,7 +215,7 @@ def _round_rows(code: Code, args: Int) -> None:
                 round_span(code, halves, target + span * RECORD_BYTES)
 
 
-def _multiply(form: Format, kind: QuadProduct, code: Code, args: Int) -> None:
+def _multiply(form: Format, kind: QuadProduct, has_bias: bool, code: Code, args: Int) -> None:
     frame = _Frame(code, args)
     tiles, weight, tile_bytes = frame.get("tiles"), frame.get("weight"), frame.get("tile_bytes")
     position = code.stack(8)
@@ -206,7 +223,11 @@ def _multiply(form: Format, kind: QuadProduct, code: Code, args: Int) -> None:
         with code.loop(first, behind.at_most(tiles)) as tile:
             here = weight + tile * tile_bytes
             for group in _groups(frame, form, kind, position, *rows):
-                _store(group, group.sums(here, then=here + tile_bytes), tile)
+                sums = group.sums(here, then=here + tile_bytes)
+                if has_bias:
+                    bias = code.load(frame.get("bias") + tile * (LANES * _FLOAT), LANES)
+                    sums = [total + bias for total in sums]
+                _store(group, sums, tile)
 
 
 def _groups(

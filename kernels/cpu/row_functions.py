@@ -20,7 +20,7 @@ from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Element, Int, Vector, 
 from nbengine.kernels.cpu.jit import Function, compile_module
 from nbengine.kernels.cpu.layout import vectors_of
 from nbengine.kernels.cpu.threads import select_runner
-from nbengine.kernels.cpu.vectors import GATES, exp, rms_factor, sigmoid, softplus
+from nbengine.kernels.cpu.vectors import GATES, Activation, exp, gate_of, rms_factor, sigmoid, softplus
 
 ROWS_AT_A_TIME = 16
 """Rows that a thread draws at a time; as many are not worth waking another one."""
@@ -135,9 +135,14 @@ class CpuSigmoidScale:
 class CpuGate:
     """The gate of a feed-forward block: an activation of the first half of a row times the second half."""
 
-    def __init__(self, size: int, dtype: torch.dtype, activation: str) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, activation: Activation) -> None:
         self._size = size
-        self._function = RowFunction(compile_rows(activation, size, ELEMENTS[dtype]))
+        element = ELEMENTS[dtype]
+        self._function = RowFunction(
+            compile_rows(activation, size, element)
+            if isinstance(activation, str)
+            else compile_clamped_gate(size, element, activation)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, size] for x [T, 2 * size]."""
@@ -219,6 +224,22 @@ def compile_rows(
     """
     (function,) = compile_module(_define, [name], name, size, element, head_dim, picked, turned)
     return function
+
+
+@cache
+def compile_clamped_gate(size: int, element: Element, clamp: tuple[float, float]) -> Function:
+    """Compile the function of rows of `size` numbers that are a clamped gate's, with its alpha and limit.
+
+    Raises:
+        NBEngineError: LLVM has no code generator for this processor.
+    """
+    (function,) = compile_module(_define_clamped_gate, ["clamped_gate"], size, element, clamp)
+    return function
+
+
+def _define_clamped_gate(module: ir.Module, size: int, element: Element, clamp: tuple[float, float]) -> None:
+    body = partial(_over_rows, partial(_each, size, gate_of(clamp)), element, False)
+    define(module, "clamped_gate", 1, body, exported=True)
 
 
 def _define(

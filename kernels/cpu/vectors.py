@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from llvmlite import ir
@@ -128,13 +128,34 @@ def gelu_gated(code: Code, gate: Vector, other: Vector) -> Vector:
     return gate * splat(0.5) * (splat(1.0) + tanh(code, inner * cubed)) * other
 
 
-GATES: Mapping[str, Callable[[Code, Vector, Vector], Vector]] = {
+def clamped_gated(alpha: float, limit: float, code: Code, gate: Vector, other: Vector) -> Vector:
+    """Return the gate of gpt-oss's experts: of numbers cut at `limit`, sigmoid(alpha * gate) * gate * (other + 1). What is
+    no number stays so."""
+
+    def splat(value: float) -> Vector:
+        return code.constant(value, gate.lanes)
+
+    gate = splat(limit).at_most(gate)
+    other = splat(limit).at_most(splat(-limit).at_least(other))
+    return sigmoid(code, gate * splat(alpha)) * gate * (other + splat(1.0))
+
+
+Gate = Callable[[Code, Vector, Vector], Vector]
+Activation = str | tuple[float, float]
+"""A name among `GATES`, or alpha and limit of a clamped gate."""
+
+GATES: Mapping[str, Gate] = {
     "silu": gated,
     "gelu_tanh": gelu_gated,
     "sigmoid": sigmoid_gated,
 }
 """The activations of gates, those of `nbengine.models.configs.decoder_config.ACTIVATIONS` by their names there: each
 makes activation(gate) * other."""
+
+
+def gate_of(activation: Activation) -> Gate:
+    """Return the function of a gate."""
+    return GATES[activation] if isinstance(activation, str) else partial(clamped_gated, *activation)
 
 
 def rms_factor(code: Code, squares: Vector, size: int, eps: Vector) -> Vector:

@@ -58,7 +58,8 @@ class Scheduler(RequestOutcomes):
     def schedule(self, allowed: StepsAllowed = ONE_STEP) -> SchedulerOutput:
         """Plan a step: at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests.
 
-        Where nobody waits, the plan may ask for several steps that are `allowed`; nothing may be in flight then. No waiting request is admitted in a step that preempts.
+        Where nobody waits, the plan may ask for several steps that are `allowed`; nothing may be in flight then. No
+        waiting request is admitted in a step that preempts.
         """
         plan = SchedulerOutput(
             scheduled_new_reqs=[],

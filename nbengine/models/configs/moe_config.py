@@ -65,6 +65,11 @@ class MoEConfig:
     clamped: ClampedGate | None = None
     weighs_inputs: bool = False
 
+    @property
+    def activation(self) -> str | tuple[float, float]:
+        """Return the activation of experts: a name, or alpha and limit of a clamped gate."""
+        return "silu" if self.clamped is None else (self.clamped.alpha, self.clamped.limit)
+
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
             raise ModelLoadError(

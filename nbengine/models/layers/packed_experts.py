@@ -38,8 +38,8 @@ class PackedExperts:
         self._down_shape = (hidden_size, full_inner)
         self._clamped = moe.clamped
         self._compiled = None
-        if moe.clamped is None:
-            self._compiled = select_gate(place.device, place.hidden_dtype, self.inner, "silu")
+        if moe.clamped is None or not place.is_exact:
+            self._compiled = select_gate(place.device, place.hidden_dtype, self.inner, moe.activation)
         self._combine = None
         if place.hidden_dtype is torch.float32:
             self._combine = select_combine(place.device, hidden_size)
@@ -74,9 +74,9 @@ class PackedExperts:
 
     def activate(self, gated: Tensor) -> Tensor:
         """See `nbengine.kernels.torch.experts.FeedForwards.activate`."""
-        if self._clamped is not None:
-            return clamped(self._clamped, gated)
-        return silu_and_mul(gated) if self._compiled is None else self._compiled(gated)
+        if self._compiled is not None:
+            return self._compiled(gated)
+        return silu_and_mul(gated) if self._clamped is None else clamped(self._clamped, gated)
 
     def down(self, expert: int, rows: Tensor, out: Tensor) -> None:
         """See `nbengine.kernels.torch.experts.FeedForwards.down`."""
@@ -102,6 +102,10 @@ class PackedExperts:
             assert isinstance(down, PackedWeight)
             pairs.append((merged, down))
         return pairs
+
+    def biases(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """List each expert's biases: of gate and other projection, one behind the other, and of the last projection."""
+        return [(merged.bias, down) for merged, down in zip(self._gate_up, self._down_bias, strict=True)]
 
     def slots(self, prefix: str) -> Slots:
         """Yield each expert's weights, or this worker's part of them, under the checkpoint's names."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.kernels.cpu.backend import ELEMENTS
-from nbengine.kernels.cpu.codegen import MAX_LANES
+from nbengine.kernels.cpu.codegen import MAX_LANES, Element
 from nbengine.kernels.cpu.expert_steps import (
     EXPERT_WORDS,
     CombineArguments,
@@ -30,12 +30,14 @@ from nbengine.kernels.cpu.products import compile_gated, compile_multiply
 from nbengine.kernels.cpu.program import words_of
 from nbengine.kernels.cpu.records import RECORD_BYTES
 from nbengine.kernels.cpu.routing import ChooseArguments, ScoreArguments, compile_choose, compile_scores
+from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.quantized import SPAN
 from nbengine.models.layers.moe import SparseMoeBlock
 from nbengine.models.layers.packed_experts import PackedExperts
 from nbengine.models.layers.weights import DenseWeight
 from nbengine.models.prepared.buffers import StepBuffers
 from nbengine.models.prepared.products import gated_arguments, product_arguments, row_bytes
+from nbengine.models.prepared.rows import row_operation
 
 Operation = tuple[Function, ctypes.Structure, int]
 """An operation, and the tokens of one of its items (0: its arguments have the number of items)."""
@@ -121,9 +123,13 @@ class ExpertOperations:
         assert isinstance(blocks, PackedExperts)
         assert routing is not None
         own, pairs = self._experts, blocks.pairs()
-        weight = block.router.weight
+        weight, bias = block.router.weight, block.router.bias
         if isinstance(weight, DenseWeight):
             yield self.score(weight.tensor, own.scores)
+        if bias is not None:
+            add = compile_rows("add", len(bias), Element.FLOAT32)
+            made = row_operation(add, own.scores, bias, own.scores, repeats=True)
+            yield made.function, made.arguments, made.tokens_per_item
         per_token, nowhere = routing.per_token, len(own.outputs) - 1
         choose = ChooseArguments(
             experts=routing.experts,
@@ -135,13 +141,7 @@ class ExpertOperations:
             chosen=own.chosen.data_ptr(),
         )
         yield compile_choose(), choose, 1
-        threads = self._num_threads
-        gates = self._kept(
-            [gated_arguments(gate, threads, own.records, own.gated_records) for gate, _ in pairs]
-        )
-        downs = self._kept(
-            [product_arguments(down, threads, own.gated_records, own.outputs) for _, down in pairs]
-        )
+        gates, downs = self._products_of(blocks)
         numbers = block.experts.numbers
         sort = SortArguments(
             items=1,
@@ -169,9 +169,10 @@ class ExpertOperations:
             output_stride=row_bytes(own.records),
         )
         yield compile_spread(), spread, 1
+        (gate_up, down), (gate_bias, down_bias) = pairs[0], blocks.biases()[0]
         for function, arguments in (
-            (compile_gated(pairs[0][0].form), gates),
-            (compile_multiply(pairs[0][1].form), downs),
+            (compile_gated(gate_up.form, block.moe.activation, has_bias=gate_bias is not None), gates),
+            (compile_multiply(down.form, has_bias=down_bias is not None), downs),
         ):
             each = EachArguments(
                 function=function.address,
@@ -181,6 +182,22 @@ class ExpertOperations:
             )
             yield compile_each(), each, 0
         yield compile_combine(block.hidden_size), self._combine(per_token), 1
+
+    def _products_of(self, blocks: PackedExperts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the arguments of each expert's products."""
+        own, threads = self._experts, self._num_threads
+        gates, downs = [], []
+        for (gate_up, down), (gate_bias, down_bias) in zip(blocks.pairs(), blocks.biases(), strict=True):
+            gated = gated_arguments(gate_up, threads, own.records, own.gated_records)
+            product = product_arguments(down, threads, own.gated_records, own.outputs)
+            if gate_bias is not None:
+                gated.gate_bias = gate_bias.data_ptr()
+                gated.up_bias = gate_bias[len(gate_bias) // 2 :].data_ptr()
+            if down_bias is not None:
+                product.bias = down_bias.data_ptr()
+            gates.append(gated)
+            downs.append(product)
+        return self._kept(gates), self._kept(downs)
 
     def score(self, weight: Tensor, scores: Tensor) -> Operation:
         """Return the operation that multiplies the normalised rows with a dense weight."""

@@ -201,11 +201,8 @@ def _are_covered(block: SparseMoeBlock, needs: _Needs) -> bool:
             return False
         needs.sizes.extend([mlp.size, block.hidden_size])
         needs.weights.extend([mlp.down_proj.weight, *(weight for _, weight in mlp.gate_up_proj.runs)])
-    is_plain = block.routing is not None
-    has_more = block.moe.bias or block.moe.clamped is not None
     return (
-        is_plain
-        and not has_more
+        block.routing is not None
         and block.is_alone
         and block.are_alike()
         and len(block.experts.shard.inner) % SPAN == 0

@@ -79,6 +79,15 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 96,
 }
+GPT_OSS: dict[str, Any] = {
+    **WINDOWS,
+    "layer_types": [WINDOW, FULL, WINDOW],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 96,
+    "attention_bias": True,
+    "swiglu_limit": 1.0,
+}
 BAMBA: dict[str, Any] = {**STATE_SPACE, "attn_layer_indices": [1], "num_attention_heads": 2}
 del BAMBA["layer_types"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -99,6 +108,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 moe": ("Qwen2Moe", QWEN_EXPERTS),
     "qwen2 moe, dense layers between": ("Qwen2Moe", {**QWEN_EXPERTS, "decoder_sparse_step": 2}),
     "qwen3.5 moe": ("Qwen3_5Moe", {**QWEN, **PARTIAL, **QWEN_EXPERTS, "head_dim": 64}),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "bamba": ("Bamba", {**SIZES, **BAMBA, "head_dim": 64}),
     "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
 }
