@@ -228,3 +228,24 @@ def test_rows_are_multiplied_with_sigmoid_of_their_own_number(rows: int, size: i
     found = CpuSigmoidScale(size)(x, scores)
     assert found is x
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=amount(12, thorough=400))
+@given(rows=st.integers(1, 40), limit=st.sampled_from([0.8, 7.0]), seed=st.integers(0, 10**9))
+def test_clamped_gates_are_rounded_once(dtype: torch.dtype, rows: int, limit: float, seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    x = (torch.randn(rows, 96, generator=chance) * 4).to(dtype)
+    found = CpuGate(48, dtype, (1.702, limit))(x)
+    gate, up = x.double().chunk(2, dim=1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    places = torch.finfo(dtype).eps / 2 * 1.01 + 1e-6
+    expected = (1.702 * gate).sigmoid() * gate * (up + 1)
+    torch.testing.assert_close(found.double(), expected, rtol=places, atol=1e-6)
+
+
+def test_clamped_gates_that_are_not_numbers_stay_so() -> None:
+    x = torch.zeros(3, 32)
+    x[0, 3] = x[1, 16 + 5] = torch.nan
+    found = CpuGate(16, torch.float32, (1.702, 7.0))(x).isnan()
+    assert found.nonzero().tolist() == [[0, 3], [1, 5]]
