@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from nbengine.kernels.cpu.recurrent import (
 from nbengine.kernels.cpu.recurrent_layout import RecurrentArguments
 from nbengine.kernels.cpu.row_functions import DELTA_GATES, compile_rows
 from nbengine.kernels.recurrent_metadata import RecurrentMetadata
+from nbengine.models.configs.recurrent_config import Mamba2Config
 from nbengine.models.layers.gated_convolution import GatedConvolution
 from nbengine.models.layers.gated_delta_net import GatedDeltaNet, RecurrentState
 from nbengine.models.layers.mamba2 import Mamba2Mixer
@@ -88,26 +90,14 @@ def _delta_rule(mixer: GatedDeltaNet, buffers: RecurrentBuffers) -> Iterator[Ope
         function = compile_rows(name, heads, Element.FLOAT32)
         yield row_operation(function, source, mixer.gate_weights, target, repeats=True)
     query, key, value = buffers.convolved.split_with_sizes(mixer.sizes, dim=1)
-    arguments = RecurrentArguments(
-        heads=heads,
-        parts=1,
-        group=heads // mixer.key_heads,
-        output=buffers.mixed.data_ptr(),
-        query=query.data_ptr(),
-        query_stride=row_bytes(query),
-        key=key.data_ptr(),
-        key_stride=row_bytes(key),
-        value=value.data_ptr(),
-        value_stride=row_bytes(value),
-        decay=decay.data_ptr(),
-        beta=betas.data_ptr(),
-    )
+    arguments = _matrix_arguments(heads, mixer.key_heads, query, key, value, buffers.mixed)
+    arguments.decay, arguments.beta = decay.data_ptr(), betas.data_ptr()
     function, _ = compile_delta_rule(rule.key_dim, rule.value_dim, Element.FLOAT32)
     yield Operation(function, arguments, has_tokens=False)
     normalise = compile_rows("rms_norm_heads", heads, Element.FLOAT32, rule.value_dim)
     weight = mixer.norm_weight
     yield row_operation(normalise, buffers.mixed, weight, buffers.mixed, repeats=True, eps=mixer.eps)
-    silu = compile_rows("silu", heads * rule.value_dim, Element.FLOAT32)
+    silu = compile_rows("silu", mixer.inner, Element.FLOAT32)
     yield row_operation(silu, gate, buffers.mixed, buffers.mixed)
 
 
@@ -118,25 +108,12 @@ def _state_space(mixer: Mamba2Mixer, buffers: RecurrentBuffers) -> Iterator[Oper
     yield _convolution(inputs, mixer.conv_weight, mixer.conv_bias, buffers.convolved, silu=True)
     softplus = compile_rows("softplus", heads, Element.FLOAT32)
     yield row_operation(softplus, step, mixer.dt_bias, steps, repeats=True)
-    for name, limit in (("at_least", space.least_step), ("at_most", space.most_step)):
+    for name, limit in _limits(space):
         function, limits = compile_rows(name, heads, Element.FLOAT32), torch.full((heads,), limit)
         yield row_operation(function, steps, limits, steps, repeats=True)
     x, b, c = buffers.convolved.split_with_sizes(mixer.sizes, dim=1)
-    arguments = RecurrentArguments(
-        heads=heads,
-        parts=1,
-        group=heads // mixer.groups,
-        output=buffers.mixed.data_ptr(),
-        query=c.data_ptr(),
-        query_stride=row_bytes(c),
-        key=b.data_ptr(),
-        key_stride=row_bytes(b),
-        value=x.data_ptr(),
-        value_stride=row_bytes(x),
-        dt=steps.data_ptr(),
-        rate=rate.data_ptr(),
-        skip=mixer.d.data_ptr(),
-    )
+    arguments = _matrix_arguments(heads, mixer.groups, c, b, x, buffers.mixed)
+    arguments.dt, arguments.rate, arguments.skip = steps.data_ptr(), rate.data_ptr(), mixer.d.data_ptr()
     function, _ = compile_state_space(space.state_size, space.head_dim, Element.FLOAT32)
     yield Operation(function, arguments, has_tokens=False, holds=(rate,))
     silu = compile_rows("silu", mixer.inner, Element.FLOAT32)
@@ -144,6 +121,32 @@ def _state_space(mixer: Mamba2Mixer, buffers: RecurrentBuffers) -> Iterator[Oper
     norm = mixer.norm
     normalise = compile_rows("rms_norm_groups", norm.groups, Element.FLOAT32, mixer.inner // norm.groups)
     yield row_operation(normalise, buffers.mixed, norm.weight, buffers.mixed, repeats=True, eps=norm.eps)
+
+
+def _limits(space: Mamba2Config) -> Iterator[tuple[str, float]]:
+    """Yield the functions that keep steps, which are positive, within the limits that there are."""
+    if space.least_step > 0:
+        yield "at_least", space.least_step
+    if space.most_step < math.inf:
+        yield "at_most", space.most_step
+
+
+def _matrix_arguments(
+    heads: int, groups: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+) -> RecurrentArguments:
+    """Return what the kernels whose states are matrices have in common."""
+    return RecurrentArguments(
+        heads=heads,
+        parts=1,
+        group=heads // groups,
+        output=output.data_ptr(),
+        query=query.data_ptr(),
+        query_stride=row_bytes(query),
+        key=key.data_ptr(),
+        key_stride=row_bytes(key),
+        value=value.data_ptr(),
+        value_stride=row_bytes(value),
+    )
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, *, silu: bool) -> Operation:
