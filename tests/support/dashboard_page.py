@@ -48,6 +48,11 @@ window.mount = async (traits) => {
   models.push(model);
   const { default: widget } = await import(window.script);
   cleanups.push(widget.render({ model, el }));
+  // A dashboard paints once the browser has told it that it can be seen. This observer is told after the dashboard's.
+  await new Promise((told) => {
+    const observer = new IntersectionObserver(() => told(observer.disconnect()));
+    observer.observe(el);
+  });
 };
 window.settled = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())));
 window.failures = [];
@@ -116,7 +121,7 @@ class DashboardPage:
         self.page.evaluate(script, theme)
 
     def mount(self, **traits: Any) -> None:
-        """Show one more dashboard."""
+        """Show one more dashboard, and wait until it knows whether it can be seen."""
         self.page.evaluate("(traits) => mount(traits)", traits)
 
     def deliver(self, frame: Frame, model: int = 0) -> None:
