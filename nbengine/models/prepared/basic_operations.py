@@ -7,7 +7,6 @@ from torch import Tensor
 
 from nbengine.distributed.communicator import RankOperations
 from nbengine.kernels.cpu.codegen import Element
-from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.products import ProductArguments, compile_multiply, compile_round_rows
 from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.quantized import SPAN
@@ -61,25 +60,13 @@ class BasicOperations:
 
     def _add(self, target: Tensor, other: Tensor, *, repeats: bool) -> None:
         function = compile_rows("add", target.shape[1], Element.FLOAT32)
-        self._over_rows(function, target, other, target, repeats=repeats)
-
-    def _over_rows(
-        self,
-        function: Function,
-        x: Tensor,
-        other: Tensor,
-        output: Tensor,
-        *,
-        repeats: bool = False,
-        eps: float = 0.0,
-        picks: int = 0,
-    ) -> None:
-        made = row_operation(function, x, other, output, repeats=repeats, eps=eps, picks=picks)
-        self.operations.append(made)
+        self.operations.append(row_operation(function, target, other, target, repeats=repeats))
 
     def _normalise(self, norm: RMSNorm, source: Tensor, target: Tensor) -> None:
         function = compile_rows("rms_norm", norm.shape[0], Element.FLOAT32)
-        self._over_rows(function, source, norm.weight, target, repeats=True, eps=norm.eps)
+        self.operations.append(
+            row_operation(function, source, norm.weight, target, repeats=True, eps=norm.eps)
+        )
 
     def _sum_over_ranks(self, x: Tensor) -> None:
         if self._ranks is not None:

@@ -25,7 +25,6 @@ from nbengine.kernels.cpu.expert_steps import (
     compile_sort,
     compile_spread,
 )
-from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.products import compile_gated, compile_multiply
 from nbengine.kernels.cpu.program import words_of
 from nbengine.kernels.cpu.records import RECORD_BYTES
@@ -37,10 +36,7 @@ from nbengine.models.layers.packed_experts import PackedExperts
 from nbengine.models.layers.weights import DenseWeight
 from nbengine.models.prepared.buffers import StepBuffers
 from nbengine.models.prepared.products import gated_arguments, product_arguments, row_bytes
-from nbengine.models.prepared.rows import row_operation
-
-Operation = tuple[Function, ctypes.Structure, int]
-"""An operation, and the tokens of one of its items (0: its arguments have the number of items)."""
+from nbengine.models.prepared.rows import Operation, row_operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +124,7 @@ class ExpertOperations:
             yield self.score(weight.tensor, own.scores)
         if bias is not None:
             add = compile_rows("add", len(bias), Element.FLOAT32)
-            made = row_operation(add, own.scores, bias, own.scores, repeats=True)
-            yield made.function, made.arguments, made.tokens_per_item
+            yield row_operation(add, own.scores, bias, own.scores, repeats=True)
         per_token, nowhere = routing.per_token, len(own.outputs) - 1
         choose = ChooseArguments(
             experts=routing.experts,
@@ -140,7 +135,7 @@ class ExpertOperations:
             weights=own.weights.data_ptr(),
             chosen=own.chosen.data_ptr(),
         )
-        yield compile_choose(), choose, 1
+        yield Operation(compile_choose(), choose, 1)
         gates, downs = self._products_of(blocks)
         numbers = block.experts.numbers
         sort = SortArguments(
@@ -158,7 +153,7 @@ class ExpertOperations:
             downs=downs.ctypes.data,
             memory=ctypes.addressof(self._memory),
         )
-        yield compile_sort(), sort, 0
+        yield Operation(compile_sort(), sort)
         spread = SpreadArguments(
             per_token=per_token,
             places=own.places.data_ptr(),
@@ -168,7 +163,7 @@ class ExpertOperations:
             output=own.records.data_ptr(),
             output_stride=row_bytes(own.records),
         )
-        yield compile_spread(), spread, 1
+        yield Operation(compile_spread(), spread, 1)
         (gate_up, down), (gate_bias, down_bias) = pairs[0], blocks.biases()[0]
         for function, arguments in (
             (compile_gated(gate_up.form, block.moe.activation, has_bias=gate_bias is not None), gates),
@@ -180,8 +175,8 @@ class ExpertOperations:
                 active=own.active.data_ptr(),
                 count=own.count.data_ptr(),
             )
-            yield compile_each(), each, 0
-        yield compile_combine(block.hidden_size), self._combine(per_token), 1
+            yield Operation(compile_each(), each, has_tokens=False)
+        yield Operation(compile_combine(block.hidden_size), self._combine(per_token), 1)
 
     def _products_of(self, blocks: PackedExperts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the arguments of each expert's products."""
@@ -211,7 +206,7 @@ class ExpertOperations:
             output=scores.data_ptr(),
             output_stride=row_bytes(scores),
         )
-        return compile_scores(ELEMENTS[weight.dtype]), arguments, 0
+        return Operation(compile_scores(ELEMENTS[weight.dtype]), arguments)
 
     def _combine(self, per_token: int) -> CombineArguments:
         own, out = self._experts, self._buffers.out

@@ -14,7 +14,6 @@ from nbengine.kernels.cpu.backend import AttentionFunctions, set_options, sinks_
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.decode_plan import DecodePlanArguments, compile_decode_plan
 from nbengine.kernels.cpu.draw import DrawArguments, compile_draw, scratch_bytes
-from nbengine.kernels.cpu.expert_steps import EachArguments
 from nbengine.kernels.cpu.largest import PARTS, LargestArguments, compile_largest
 from nbengine.kernels.cpu.layout import AttentionArguments, Span
 from nbengine.kernels.cpu.next_step import NextStepArguments, compile_next_step
@@ -35,7 +34,7 @@ from nbengine.models.prepared.buffers import StepBuffers
 from nbengine.models.prepared.experts import ExpertBuffers, ExpertOperations
 from nbengine.models.prepared.products import gated_arguments, row_bytes
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, mixing
-from nbengine.models.prepared.rows import Operation
+from nbengine.models.prepared.rows import Operation, row_operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,11 @@ class StepOperations(BasicOperations):
         self.operations.append(Operation(function, take, 1, has_tokens=False))
         self._sum_over_ranks(x)
         if scale is not None:
-            self._over_rows(compile_rows("multiply", len(scale), Element.FLOAT32), x, scale, x, repeats=True)
+            self.operations.append(
+                row_operation(
+                    compile_rows("multiply", len(scale), Element.FLOAT32), x, scale, x, repeats=True
+                )
+            )
 
     def add_attention(
         self, norm: RMSNorm, qkv: MergedLinear, head_norms: tuple[RMSNorm, RMSNorm] | None, o_proj: Linear
@@ -148,12 +151,14 @@ class StepOperations(BasicOperations):
             rotate = compile_rows(
                 "rotate", turned, Element.FLOAT32, size, picked=True, turned=angles.shape[-1] % size
             )
-            self._over_rows(rotate, source, angles, rotated, picks=self._positions)
+            self.operations.append(row_operation(rotate, source, angles, rotated, picks=self._positions))
         self._add_write(rotated)
         self._add_attend(rotated)
         if self._query_parts > 1:
             gate = compile_rows("gate_every_other_head", self._heads, Element.FLOAT32, size)
-            self._over_rows(gate, buffers.qkv[:, size:], buffers.attended, buffers.attended)
+            self.operations.append(
+                row_operation(gate, buffers.qkv[:, size:], buffers.attended, buffers.attended)
+            )
         self._round(buffers.attended)
         self._multiply(o_proj, buffers.out)
         self._sum_over_ranks(buffers.out)
@@ -181,7 +186,9 @@ class StepOperations(BasicOperations):
         else:
             self._multiply_merged(gate_up, buffers.gate_up)
             gate = compile_rows(mlp.activation, mlp.size, Element.FLOAT32)
-            self._over_rows(gate, buffers.gate_up, buffers.gate_up[:, mlp.size :], buffers.gated)
+            self.operations.append(
+                row_operation(gate, buffers.gate_up, buffers.gate_up[:, mlp.size :], buffers.gated)
+            )
             self._round(buffers.gated, buffers.gated_records)
         self._multiply(mlp.down_proj, buffers.out, buffers.gated_records)
         self._sum_over_ranks(buffers.out)
@@ -196,9 +203,7 @@ class StepOperations(BasicOperations):
         has_gate = shared is not None and shared.gate is not None
         if has_gate or not isinstance(block.router.weight, PackedWeight):
             self._normalise(norm, self._buffers.x, self._buffers.normed)
-        for function, arguments, tokens_per_item in self._experts.of(block):
-            has_tokens = not isinstance(arguments, EachArguments)
-            self.operations.append(Operation(function, arguments, tokens_per_item, has_tokens))
+        self.operations.extend(self._experts.of(block))
         if shared is not None:
             self._add_shared(shared)
         self._sum_over_ranks(self._buffers.out)
@@ -211,9 +216,9 @@ class StepOperations(BasicOperations):
         self._multiply(block.mlp.down_proj, out, buffers.gated_records)
         if block.gate is not None:
             assert isinstance(block.gate.weight, DenseWeight)
-            self.operations.append(Operation(*self._experts.score(block.gate.weight.tensor, scores)))
+            self.operations.append(self._experts.score(block.gate.weight.tensor, scores))
             scale = compile_rows("sigmoid_scale", out.shape[1], Element.FLOAT32)
-            self._over_rows(scale, out, scores, out)
+            self.operations.append(row_operation(scale, out, scores, out))
         self._add(buffers.out, out, repeats=False)
 
     def end_block(self, norm: RMSNorm | None) -> None:
@@ -224,7 +229,7 @@ class StepOperations(BasicOperations):
             self._normalise(norm, out, out)
         if self._residual_scale is not None:
             multiply = compile_rows("multiply", out.shape[1], Element.FLOAT32)
-            self._over_rows(multiply, out, self._residual_scale, out, repeats=True)
+            self.operations.append(row_operation(multiply, out, self._residual_scale, out, repeats=True))
 
     def add_norm(self, norm: RMSNorm) -> None:
         """Normalise the residual stream after the last layer."""
@@ -246,8 +251,10 @@ class StepOperations(BasicOperations):
             self.operations.append(Operation(*self._ranks.gather_rows(buffers.own_logits, buffers.logits)))
         if divisor != 1:
             divide = compile_rows("divide", vocab_size, Element.FLOAT32)
-            self._over_rows(
-                divide, buffers.logits, torch.full((vocab_size,), divisor), buffers.logits, repeats=True
+            self.operations.append(
+                row_operation(
+                    divide, buffers.logits, torch.full((vocab_size,), divisor), buffers.logits, repeats=True
+                )
             )
         for function, parts in zip(compile_largest(), (PARTS, 1), strict=True):
             arguments = LargestArguments(
@@ -291,11 +298,13 @@ class StepOperations(BasicOperations):
         source, size, parts = self._buffers.qkv, self._head_dim, self._query_parts
         name = "rms_norm_heads" if parts == 1 else "rms_norm_every_other_head"
         normalise = compile_rows(name, self._heads, Element.FLOAT32, size)
-        self._over_rows(normalise, source, query.weight, target, repeats=True, eps=query.eps)
+        self.operations.append(
+            row_operation(normalise, source, query.weight, target, repeats=True, eps=query.eps)
+        )
         normalise = compile_rows("rms_norm_heads", self._kv_heads, Element.FLOAT32, size)
         first = self._heads * size
         keys, to = source[:, first * parts :], target[:, first:]
-        self._over_rows(normalise, keys, key.weight, to, repeats=True, eps=key.eps)
+        self.operations.append(row_operation(normalise, keys, key.weight, to, repeats=True, eps=key.eps))
 
     def _add_norm_round(self, norm: RMSNorm) -> None:
         buffers = self._buffers
