@@ -14,7 +14,13 @@ from torch import Tensor
 from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.cpu.backend import ELEMENTS, supports
 from nbengine.kernels.cpu.codegen import define
-from nbengine.kernels.cpu.dense_parts import ROW_GROUP, DenseArguments, DenseKind, Instructions
+from nbengine.kernels.cpu.dense_parts import (
+    ROW_GROUP,
+    DenseArguments,
+    DenseKind,
+    Instructions,
+    laid_out_bytes,
+)
 from nbengine.kernels.cpu.dense_splits import define_splits, split_shapes
 from nbengine.kernels.cpu.dense_tiles import OUTPUTS, define_tiles, shapes_for
 from nbengine.kernels.cpu.dense_vectors import Block, multiply_vectors
@@ -73,8 +79,7 @@ class CpuDense(threading.local):
         Raises:
             NBEngineError: LLVM has no code generator for this processor.
         """
-        if (dtype, hidden_dtype) not in self._kinds:
-            self._compiled(dtype, hidden_dtype)
+        self._compiled(dtype, hidden_dtype)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
@@ -83,7 +88,7 @@ class CpuDense(threading.local):
         rows, columns = x.shape
         out_features, found = weight.shape
         dtype, hidden = weight.dtype, x.dtype
-        kind, function, outputs = self._kinds.get((dtype, hidden)) or self._compiled(dtype, hidden)
+        kind, function, outputs = self._compiled(dtype, hidden)
         if found != columns:
             raise InvalidArgumentError("x", tuple(x.shape), f"rows of {found} numbers")
         if x.stride(1) != 1:
@@ -96,12 +101,11 @@ class CpuDense(threading.local):
             _check_bias(bias, hidden, out_features)
         if not rows or not out_features:
             return out
-        row_groups = -(-rows // ROW_GROUP)
-        row_bytes = -(-columns // kind.instructions.columns) * kind.block_bytes
+        row_bytes = kind.row_bytes(columns)
         groups = -(-out_features // outputs)
         is_small = weight.numel() <= _FEW and rows <= ROW_GROUP
         threads = 1 if is_small else torch.get_num_threads()
-        size, block_bytes = row_groups * ROW_GROUP * row_bytes + 64, _BLOCK_BYTES
+        size, block_bytes = laid_out_bytes(rows, row_bytes), _BLOCK_BYTES
         if kind.instructions is Instructions.SPLITS:
             # Each thread has the parts of a group of the weight's rows beside them.
             size += threads * (row_bytes + kind.block_bytes) * OUTPUTS
@@ -109,14 +113,14 @@ class CpuDense(threading.local):
         if size > len(self._memory):
             self._memory = torch.empty(size, dtype=torch.uint8)
         share = share_size(groups, threads)
-        block = max(1, block_bytes // max(1, row_bytes * 2 * ROW_GROUP)) * 2 * ROW_GROUP
+        block = _block_of(row_bytes, block_bytes)
         x_size, bias_at = x.element_size(), 0 if bias is None else bias.data_ptr()
         packed = -(-self._memory.data_ptr() // 64) * 64
         self._fill(
             self._arguments,
             0,
-            *(0, 0, 0, row_groups, -(-groups // share), share, groups, block),
-            *(rows, columns, out_features, x.data_ptr(), x.stride(0) * x_size, packed),
+            *(0, -(-groups // share), rows, share, groups, block),
+            *(columns, out_features, x.data_ptr(), x.stride(0) * x_size, packed),
             *(weight.data_ptr(), weight.stride(0) * weight.element_size()),
             *(bias_at, out.data_ptr(), out.stride(0) * x_size),
             *(_shapes(kind.instructions, out_features), self._yield, 0),
@@ -134,7 +138,29 @@ class CpuDense(threading.local):
             self.linear(x[:, head], matrix.t(), out=out[:, head])
         return out
 
+    def operation(self, weight: Tensor, num_threads: int) -> tuple[Function, DenseArguments]:
+        """Return the function of a product of float32 rows with a weight of 16 bits, as operation of a program on
+        `num_threads`, with what of its arguments depends on the weight: callers add rows, memory and bias."""
+        kind, function, outputs = self._compiled(weight.dtype, torch.float32)
+        out_features, columns = weight.shape
+        groups = -(-out_features // outputs)
+        share = share_size(groups, num_threads)
+        return function, DenseArguments(
+            items=-(-groups // share),
+            item_size=share,
+            groups=groups,
+            block=_block_of(kind.row_bytes(columns), _BLOCK_BYTES),
+            columns=columns,
+            out_features=out_features,
+            weight=weight.data_ptr(),
+            weight_stride=weight.stride(0) * weight.element_size(),
+            shapes=_shapes(kind.instructions, out_features),
+            give_away=self._yield,
+        )
+
     def _compiled(self, dtype: torch.dtype, hidden: torch.dtype) -> tuple[DenseKind, Function, int]:
+        if (known := self._kinds.get((dtype, hidden))) is not None:
+            return known
         if dtype not in ELEMENTS or hidden not in (dtype, torch.float32):
             raise InvalidArgumentError("x", (hidden, dtype), "float32 or a 16-bit weight's own type")
         instructions = self._choose(dtype)
@@ -147,6 +173,11 @@ class CpuDense(threading.local):
     def _choose(self, dtype: torch.dtype) -> Instructions:
         best, *_ = Instructions.of(host_processor(), ELEMENTS[dtype])
         return self._given or best
+
+
+def _block_of(row_bytes: int, block_bytes: int) -> int:
+    """Return the rows of x, each of `row_bytes`, that are multiplied with one part of the weight after the other."""
+    return max(1, block_bytes // max(1, row_bytes * 2 * ROW_GROUP)) * 2 * ROW_GROUP
 
 
 def _shapes(instructions: Instructions, out_features: int) -> int:

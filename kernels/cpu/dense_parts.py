@@ -2,7 +2,8 @@
 stored.
 
 Threads first draw groups of 16 rows of x, and bring them into the memory at `packed`; then, when all are there,
-they draw the products.
+they draw the products. Both are drawn from one word, whose upper half counts the groups that are there: a program
+sets it to 0 before each run, and no other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from nbengine.kernels.cpu.matrix_tiles import has_bfloat16_tiles
 
 ROW_GROUP = 16
 """Rows of x that are laid out at a time."""
+_LINE = 64
+_LAID_OUT = 1 << 32
+"""A group of rows that is laid out, in the word from which numbers are drawn."""
 _SPINS = 4000
 """Looks at whether all rows are laid out before the processor is given away between two looks."""
 
@@ -67,8 +71,7 @@ class Instructions(Enum):
 class DenseArguments(ctypes.Structure):
     """The arguments: addresses, strides in bytes, and counts.
 
-    The threads of a call draw `row_groups` groups of rows from `counter`, count those that are laid out in `ready`,
-    and draw from `drawn`: `items` of `item_size` groups of the weight's rows, `groups` in all, each with all blocks
+    The products are `items` of `item_size` groups of the weight's rows, `groups` in all, each with all blocks
     of `block` rows of x. `bias` is 0 where there is none, `shapes` those of tiles, `give_away` the address of
     `sched_yield`, and `threads` counts those that have taken memory of their own.
     """
@@ -76,8 +79,8 @@ class DenseArguments(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            *("counter", "ready", "drawn", "row_groups", "items", "item_size", "groups", "block"),
-            *("rows", "columns", "out_features", "x", "x_stride", "packed", "weight", "weight_stride"),
+            *("counter", "items", "rows", "item_size", "groups", "block"),
+            *("columns", "out_features", "x", "x_stride", "packed", "weight", "weight_stride"),
             *("bias", "output", "output_stride", "shapes", "give_away", "threads"),
         )
     ]
@@ -102,14 +105,35 @@ class DenseKind:
         """Return the bytes of the columns of a row that are multiplied at a time, as laid out."""
         return self.instructions.columns * self.packed.size * self.instructions.parts
 
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of a row of x, as laid out."""
+        return -(-columns // self.instructions.columns) * self.block_bytes
+
+
+def laid_out_bytes(rows: int, row_bytes: int) -> int:
+    """Return the bytes of the memory for rows of x that are laid out, in groups that begin with a cache line."""
+    return -(-rows // ROW_GROUP) * ROW_GROUP * row_bytes + _LINE
+
+
+def most_laid_out_bytes(rows: int, columns: int) -> int:
+    """Return those bytes for weights of 16 bits, whatever instructions multiply."""
+    return laid_out_bytes(rows, -(-columns // (2 * MAX_LANES)) * 2 * MAX_LANES * Element.FLOAT32.size)
+
 
 @dataclass(frozen=True)
 class Frame:
-    """A function's code and its arguments by name."""
+    """A function's code and its arguments by name. `drawn` is the address of the number that a thread has drawn, in
+    functions that draw."""
 
     code: Code
     args: Int
     kind: DenseKind
+    drawn: Int | None = None
+
+    @classmethod
+    def of_calls(cls, code: Code, args: Int, kind: DenseKind) -> Frame:
+        """Return that of a function that threads call together, and which draws."""
+        return cls(code, args, kind, code.stack(8))
 
     def get(self, name: str) -> Int:
         """Load an argument."""
@@ -120,15 +144,30 @@ class Frame:
         offset: int = getattr(DenseArguments, name).offset
         return self.args + offset
 
+    @property
+    def ticket(self) -> Int:
+        """Return the address of the number that this thread has drawn."""
+        assert self.drawn is not None
+        return self.drawn
+
+    @property
+    def row_groups(self) -> Int:
+        """Return the number of groups of rows of x."""
+        return (self.get("rows") + (ROW_GROUP - 1)) // ROW_GROUP
+
     def lay_out_rows(self, lay_out: Callable[[Int], None]) -> None:
-        """Emit `lay_out(number)` for each group of rows that this thread draws, and wait until all are there."""
-        code, groups, ready = self.code, self.get("row_groups"), self.place("ready")
-        with code.tickets(self.place("counter"), groups) as number:
-            lay_out(number)
-            code.fetch_add(ready, 1)
+        """Emit `lay_out(number)` for each group of rows that this thread draws, and wait until all are there. The first
+        number that is none of a group's is kept for `products`."""
+        code, groups, counter = self.code, self.row_groups, self.place("counter")
+        ticket = self.ticket
+        self._draw(ticket)
+        with code.loop_while(lambda: code.load_int(ticket).compare("<", groups)):
+            lay_out(code.load_int(ticket))
+            code.fetch_add(counter, _LAID_OUT)
+            self._draw(ticket)
         spins, give_away = code.stack(8), self.get("give_away")
         code.store_int(code.integer(0), spins)
-        with code.loop_while(lambda: code.load_acquire(ready).compare("<", groups)):
+        with code.loop_while(lambda: (code.load_acquire(counter) // _LAID_OUT).compare("<", groups)):
             pause(code)
             code.store_int(code.load_int(spins) + 1, spins)
             with code.when(code.load_int(spins).compare(">", _SPINS)):
@@ -139,12 +178,20 @@ class Frame:
         one behind its last."""
         code, size, items = self.code, self.get("item_size"), self.get("items")
         block, rows, groups = self.get("block"), self.get("rows"), self.get("groups")
+        before = self.row_groups
         tickets = items * ((rows + block - 1) // block)
-        with code.tickets(self.place("drawn"), tickets) as ticket:
+        with code.loop_while(lambda: (code.load_int(self.ticket) - before).compare("<", tickets)):
+            ticket = code.load_int(self.ticket) - before
             first, row = ticket % items * size, ticket // items * block
             behind = (row + block).at_most(rows)
             with code.loop(first, (first + size).at_most(groups)) as group:
                 yield group, row, behind
+            self._draw(self.ticket)
+
+    def _draw(self, ticket: Int) -> None:
+        """Draw a number of this call's, and leave it at `ticket`."""
+        drawn = self.code.fetch_add(self.place("counter"), 1)
+        self.code.store_int(drawn % _LAID_OUT, ticket)
 
     def copy_row(self, source: Int, target: Int, count: Int, element: Element) -> None:
         """Lay out `count` numbers of a row, fewer than are multiplied at a time, and fill up with zeros."""

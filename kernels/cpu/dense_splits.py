@@ -50,7 +50,7 @@ def define_splits(module: ir.Module, name: str, kind: DenseKind) -> None:
 
 
 def _multiply(kind: DenseKind, lay_out: ir.Function, write: ir.Function, code: Code, args: Int) -> None:
-    frame, tiles = Frame(code, args, kind), Tiles(code)
+    frame, tiles = Frame.of_calls(code, args, kind), Tiles(code)
     frame.lay_out_rows(lambda number: code.call(lay_out, args, number))
     tiles.configure(frame.get("shapes"))
     out_features, columns, stride = (frame.get(name) for name in ("out_features", "columns", "weight_stride"))
@@ -96,7 +96,7 @@ def _own_memory(frame: Frame, blocks: Int) -> Int:
     size = blocks * _SPLIT_BYTES
     # With one place more, to which the last block is divided again.
     number = frame.code.fetch_add(frame.place("threads"), 1)
-    return frame.get("packed") + frame.get("row_groups") * size + number * ((size + _SPLIT_BYTES) * _PAIR)
+    return frame.get("packed") + frame.row_groups * size + number * ((size + _SPLIT_BYTES) * _PAIR)
 
 
 def _sums(half: int, number: int) -> int:

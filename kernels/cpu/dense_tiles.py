@@ -44,7 +44,7 @@ def define_tiles(module: ir.Module, name: str, kind: DenseKind) -> None:
 
 
 def _multiply(kind: DenseKind, lay_out: ir.Function, write: ir.Function, code: Code, args: Int) -> None:
-    frame, tiles = Frame(code, args, kind), Tiles(code)
+    frame, tiles = Frame.of_calls(code, args, kind), Tiles(code)
     frame.lay_out_rows(lambda number: code.call(lay_out, args, number))
     tiles.configure(frame.get("shapes"))
     out_features, columns = frame.get("out_features"), frame.get("columns")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from llvmlite import ir
 
@@ -15,26 +16,32 @@ from nbengine.kernels.cpu.codegen import MAX_LANES, Accumulator, CacheLevel, Cod
 from nbengine.kernels.cpu.dense_parts import ROW_GROUP, DenseKind, Frame, Instructions
 from nbengine.kernels.cpu.shuffles import fold
 
-_LINE = 64
-_FLOAT = 4
+_AHEAD = 4096
+"""Bytes from what is read of the weight to what is brought to the cache meanwhile."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The numbers of rows that are multiplied at a time: of the weight, and of x, largest first."""
+    """The numbers of rows that are multiplied at a time: of the weight, and of x, largest first. With a single row of
+    x, rows of the weight are read one after the other if `is_serial`, else together, too."""
 
     outputs: int
     rows: tuple[int, ...]
+    is_serial: bool
 
     @classmethod
     def of(cls, accumulators: int) -> Block:
-        """Return the block for which registers suffice."""
-        return cls(4, (4, 1)) if accumulators >= 16 else cls(2, (2, 1))
+        """Return the block for which registers suffice.
+
+        With few of them a vector of 16 numbers has two, whose sums do not wait for each other: one row of the weight
+        is then read as fast as memory gives it, and several together more slowly.
+        """
+        return cls(4, (4, 1), is_serial=False) if accumulators >= 16 else cls(2, (3, 2, 1), is_serial=True)
 
 
 def multiply_vectors(kind: DenseKind, block: Block, code: Code, args: Int) -> None:
     """Emit the function of `DenseArguments`."""
-    frame = Frame(code, args, kind)
+    frame = Frame.of_calls(code, args, kind)
     frame.lay_out_rows(lambda number: _lay_out(frame, number))
     out_features, columns = frame.get("out_features"), frame.get("columns")
     tail = columns % kind.instructions.columns
@@ -50,60 +57,65 @@ def multiply_vectors(kind: DenseKind, block: Block, code: Code, args: Int) -> No
             for number, weight in enumerate(weights):
                 source = weight + (columns - tail) * kind.weight.size
                 frame.copy_row(source, tails + number * kind.block_bytes, tail, kind.weight)
-        for count, row in _rows(code, block, position, start, stop):
-            it = _Product(frame, weights, tails, count, row)
-            sums = it.sums()
-            valid = (out_features - first).at_most(block.outputs)
+        valid = (out_features - first).at_most(block.outputs)
+        for count, row, is_first in _rows(code, block, position, start, stop):
+            it = _Product(frame, weights, tails, row, count, is_first)
+            if count == 1 and block.is_serial:
+                found = [each for output in range(block.outputs) for each in it.sums(output, output + 1)]
+            else:
+                found = it.sums(0, block.outputs)
             for number in range(count):
-                own = sums[number * block.outputs : (number + 1) * block.outputs]
+                own = found[number * block.outputs : (number + 1) * block.outputs]
                 frame.write(fold(code, [each.get() for each in own]), row + number, first, valid)
 
 
-def _rows(code: Code, block: Block, position: Int, start: Int, stop: Int) -> Iterator[tuple[int, Int]]:
-    """Go over rows of x, some at a time; yield how many, and the first one. `position` is a place on the stack."""
+def _rows(code: Code, block: Block, position: Int, start: Int, stop: Int) -> Iterator[tuple[int, Int, bool]]:
+    """Go over rows of x, some at a time; yield how many, the first one, and whether there are none before them.
+    `position` is a place on the stack."""
     code.store_int(start, position)
-    for count in block.rows:
+    for count, is_first in product(block.rows, (True, False)):
 
-        def fits(count: int = count) -> ir.Value:
-            return (stop - code.load_int(position)).compare(">=", count)
+        def fits(count: int = count, is_first: bool = is_first) -> ir.Value:
+            row = code.load_int(position)
+            found = (stop - row).compare(">=", count)
+            return code.builder.and_(found, row.compare("==", start)) if is_first else found
 
         with code.loop_while(fits):
             row = code.load_int(position)
-            yield count, row
+            yield count, row, is_first
             code.store_int(row + count, position)
 
 
 @dataclass(frozen=True)
 class _Product:
-    """The product of some rows of the weight with `count` rows of x, from `row` on."""
+    """The product of some rows of the weight with `count` rows of x, from `row` on; the first ones of a block bring
+    what comes next of the weight to the cache."""
 
     frame: Frame
     weights: list[Int]
     tails: Int
-    count: int
     row: Int
+    count: int
+    prefetches: bool
 
-    def sums(self) -> list[Accumulator]:
-        """Multiply; return the sums of each row of x with each of the weight's, in 16 lanes."""
+    def sums(self, begin: int, end: int) -> list[Accumulator]:
+        """Multiply; return the sums of each row of x with each of the weight's from `begin` to `end`, in 16 lanes."""
         frame, code, kind = self.frame, self.frame.code, self.frame.kind
         columns, step = frame.get("columns"), kind.instructions.columns
         blocks = (columns + (step - 1)) // step
         stride = blocks * kind.block_bytes
         x = [frame.get("packed") + (self.row + number) * stride for number in range(self.count)]
-        found = [
-            code.accumulator(code.constant(0.0, MAX_LANES)) for _ in range(self.count * len(self.weights))
-        ]
-        ahead = frame.get("weight_stride") * len(self.weights)
+        found = [code.accumulator(code.constant(0.0, MAX_LANES)) for _ in range(self.count * (end - begin))]
         with code.loop(0, columns // step) as number:
             here = number * (step * kind.weight.size)
             factors = []
-            for weight in self.weights:
-                if self.count == 1:
-                    code.prefetch(weight + here + ahead, CacheLevel.FIRST)
+            for weight in self.weights[begin:end]:
+                if self.prefetches:
+                    code.prefetch(weight + here + _AHEAD, CacheLevel.FIRST)
                 factors.append(self._factor(weight + here, is_laid_out=False))
             self._add(factors, [each + number * kind.block_bytes for each in x], found)
         with code.when((columns % step).compare(">", 0)):
-            tails = [self.tails + number * kind.block_bytes for number in range(len(self.weights))]
+            tails = [self.tails + number * kind.block_bytes for number in range(begin, end)]
             factors = [self._factor(tail, is_laid_out=True) for tail in tails]
             self._add(factors, [each + (blocks - 1) * kind.block_bytes for each in x], found)
         return found

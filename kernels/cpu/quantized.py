@@ -12,8 +12,8 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.cpu.integers import QuadProduct
 from nbengine.kernels.cpu.jit import Function, host_processor
 from nbengine.kernels.cpu.products import ProductArguments, compile_multiply, compile_round_rows
-from nbengine.kernels.cpu.quantized_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.records import RECORD_BYTES
+from nbengine.kernels.cpu.taken_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.threads import select_runner
 from nbengine.kernels.quantized import SPAN, Format
 

@@ -192,7 +192,7 @@ def load_encoder_model(
 
 def packed_formats(config: ModelConfig, device: torch.device) -> PackedFormats:
     """Return the weights of a resolved decoder that stay quantised, or are rounded: on a CPU those that its
-    files name, unless float32 is asked for, which is exact.
+    files name, unless float32 is asked for, which is exact. Hidden states are float32 there.
 
     Raises:
         InvalidArgumentError: rounding is asked for where nothing computes with rounded weights.
@@ -215,9 +215,9 @@ def packed_formats(config: ModelConfig, device: torch.device) -> PackedFormats:
             raise InvalidArgumentError("quantization", config.quantization, f"None on {device.type} ({why})")
         return ALL_DENSE
     if not config.weights:
-        return ALL_DENSE
+        return PackedFormats(is_wide=True)
     weights = open_weights(tuple(map(Path, config.weights)), _decoder_config(config))
-    return PackedFormats(weights.formats, products)
+    return PackedFormats(weights.formats, products, is_wide=True)
 
 
 def _decoder_config(config: ModelConfig) -> DecoderConfig:

@@ -137,7 +137,7 @@ class SharedExpert:
         self._scale: CpuSigmoidScale | None = None
         if has_gate:
             self.gate = Linear(hidden_size, 1, bias=False, place=place.inside("shared_expert_gate"))
-            if place.packed.formats:
+            if place.is_wide:
                 self._scoring = select_routing(place.device, hidden_size, 1, 1, renormalize=False)
                 self._scale = select_sigmoid_scale(place.device, hidden_size)
 
@@ -190,8 +190,8 @@ class SparseMoeBlock:
             self.router = GroupedRouter(moe, moe.routing, hidden_size, router_place)
         self.experts = Experts(moe, hidden_size, parallel.layout, apart, kernels)
         self.routing: CpuRouting | None = None
-        """The compiled choice of experts, on a CPU with quantised weights: the same on all ranks."""
-        if place.packed.formats and moe.routing is None:
+        """The compiled choice of experts, on a CPU whose products round: the same on all ranks."""
+        if place.is_wide and moe.routing is None:
             sizes = (hidden_size, moe.num_experts, moe.experts_per_token)
             self.routing = select_routing(place.device, *sizes, renormalize=moe.renormalize)
         self.shared: SharedExpert | None = None

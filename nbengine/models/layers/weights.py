@@ -95,6 +95,10 @@ class Weight(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Return the numbers of rows and columns."""
 
+    @property
+    def is_operand(self) -> bool:
+        """Return whether the products with it are compiled functions, which a prepared step can call."""
+
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ matrix.T + bias, [T, rows], for x [T, columns]."""
 
@@ -141,6 +145,11 @@ class DenseWeight:
         part = self.tensor if rows is None else self.tensor[rows.start : rows.stop]
         return WeightSlot(part, full_shape, dim, start)
 
+    @property
+    def is_operand(self) -> bool:
+        """See `Weight.is_operand`."""
+        return self.products is not None and self.products.name == "cpu"
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedWeight:
@@ -173,18 +182,25 @@ class PackedWeight:
         tiles = self.tensor[rows.start // LANES : -(-rows.stop // LANES)]
         return WeightSlot(tiles, full_shape, dim, start, self.form, len(rows))
 
+    @property
+    def is_operand(self) -> bool:
+        """See `Weight.is_operand`: all products with quantised weights are."""
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class PackedFormats:
-    """The weights of a checkpoint that stay quantised: their formats, by name, and the products with them."""
+    """The weights of a checkpoint that stay quantised: their formats, by name, and the products with them. With
+    `is_wide`, products with the others round their input by themselves, too."""
 
     formats: Mapping[str, Format] = field(default_factory=dict)
     products: QuantizedProducts | None = None
+    is_wide: bool = False
 
     def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type of what goes from layer to layer in a model of type `dtype`: float32 where weights are
-        quantised, whose products round their input by themselves."""
-        return torch.float32 if self.formats else dtype
+        """Return the type of what goes from layer to layer in a model of type `dtype`: float32 where products round
+        their input by themselves."""
+        return torch.float32 if self.formats or self.is_wide else dtype
 
 
 ALL_DENSE = PackedFormats()
@@ -222,6 +238,11 @@ class Place:
     def is_exact(self) -> bool:
         """Return whether a block's bits are to be those of transformers."""
         return self.dtype is torch.float32 and not self.packed.formats
+
+    @property
+    def is_wide(self) -> bool:
+        """Return whether hidden states are float32, and products round them."""
+        return self.hidden_dtype is torch.float32 and not self.is_exact
 
     def vector(self, size: int) -> Tensor:
         """Allocate a bias, or the weight of a norm."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from nbengine.distributed.communicator import RankOperations
 from nbengine.kernels.cpu.codegen import Element
+from nbengine.kernels.cpu.dense import CpuDense
 from nbengine.kernels.cpu.products import ProductArguments, compile_multiply, compile_round_rows
 from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.quantized import SPAN
 from nbengine.models.layers.basic import Linear, MergedLinear, RMSNorm
-from nbengine.models.layers.weights import PackedWeight
+from nbengine.models.layers.weights import DenseWeight, PackedWeight, Weight
 from nbengine.models.prepared.buffers import StepBuffers
-from nbengine.models.prepared.products import product_arguments, row_bytes
+from nbengine.models.prepared.products import aligned, product_arguments, row_bytes
 from nbengine.models.prepared.rows import Operation, row_operation
 
 
@@ -26,20 +29,28 @@ class BasicOperations:
         self._ranks = ranks
         self._num_threads = torch.get_num_threads()
 
-    def _multiply(self, linear: Linear, target: Tensor, records: Tensor | None = None) -> None:
-        assert isinstance(linear.weight, PackedWeight)
-        self._product(linear.weight, target, self._buffers.records if records is None else records)
-        if linear.bias is not None:
-            self._add(target, linear.bias, repeats=True)
+    def _multiply(
+        self, linear: Linear, target: Tensor, source: Tensor, records: Tensor | None = None
+    ) -> None:
+        """Multiply rows of `source`, or `records` that it was rounded to."""
+        records = self._buffers.records if records is None else records
+        self._product(linear.weight, target, source, records, linear.bias)
 
     def _multiply_merged(self, merged: MergedLinear, target: Tensor) -> None:
-        first = 0
+        """Multiply the normalised rows."""
+        buffers, first = self._buffers, 0
         for _, weight in merged.runs:
-            assert isinstance(weight, PackedWeight)
-            self._product(weight, target[:, first:], self._buffers.records)
+            own = target[:, first : first + weight.shape[0]]
+            bias = merged.bias if len(merged.runs) == 1 else None
+            self._product(weight, own, buffers.normed, buffers.records, bias)
             first += weight.shape[0]
-        if merged.bias is not None:
-            self._add(target, merged.bias, repeats=True)
+        if merged.bias is not None and len(merged.runs) > 1:
+            self._add(target[:, :first], merged.bias, repeats=True)
+
+    def _round_for(self, weights: Sequence[Weight], source: Tensor, records: Tensor | None = None) -> None:
+        """Round rows if they are multiplied with quantised weights."""
+        if any(isinstance(weight, PackedWeight) for weight in weights):
+            self._round(source, records)
 
     def _round(self, source: Tensor, records: Tensor | None = None) -> None:
         records = self._buffers.records if records is None else records
@@ -53,10 +64,29 @@ class BasicOperations:
         )
         self.operations.append(Operation(compile_round_rows(), arguments, 1))
 
-    def _product(self, weight: PackedWeight, target: Tensor, records: Tensor) -> None:
-        arguments = product_arguments(weight, self._num_threads, records, target)
-        arguments.records, arguments.output = records.data_ptr(), target.data_ptr()
-        self.operations.append(Operation(compile_multiply(weight.form), arguments))
+    def _product(
+        self, weight: Weight, target: Tensor, source: Tensor, records: Tensor, bias: Tensor | None = None
+    ) -> None:
+        if isinstance(weight, PackedWeight):
+            arguments = product_arguments(weight, self._num_threads, records, target)
+            arguments.records, arguments.output = records.data_ptr(), target.data_ptr()
+            self.operations.append(Operation(compile_multiply(weight.form), arguments))
+            if bias is not None:
+                self._add(target, bias, repeats=True)
+        else:
+            assert isinstance(weight, DenseWeight)
+            self._dense_product(weight, target, source, bias)
+
+    def _dense_product(
+        self, weight: DenseWeight, target: Tensor, source: Tensor, bias: Tensor | None
+    ) -> None:
+        assert isinstance(weight.products, CpuDense)
+        function, arguments = weight.products.operation(weight.tensor, self._num_threads)
+        arguments.x, arguments.x_stride = source.data_ptr(), row_bytes(source)
+        arguments.output, arguments.output_stride = target.data_ptr(), row_bytes(target)
+        arguments.packed = aligned(self._buffers.laid_out)
+        arguments.bias = 0 if bias is None else bias.data_ptr()
+        self.operations.append(Operation(function, arguments))
 
     def _add(self, target: Tensor, other: Tensor, *, repeats: bool) -> None:
         function = compile_rows("add", target.shape[1], Element.FLOAT32)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nbengine.kernels.cpu.decode_plan import WORK_BYTES
+from nbengine.kernels.cpu.dense_parts import most_laid_out_bytes
 from nbengine.kernels.cpu.largest import PARTS
 from nbengine.kernels.cpu.records import RECORD_BYTES
 from nbengine.kernels.quantized import SPAN
@@ -50,6 +51,8 @@ class StepBuffers:
     records: Tensor
     """The rounded rows of a product's input; see `nbengine.kernels.cpu.products`."""
     gated_records: Tensor
+    laid_out: Tensor
+    """Bytes for the input of a product with dense weights, as it lays it out; see `nbengine.kernels.cpu.dense_parts`."""
     own: Tensor
     """[attention groups, 3, tokens] int64: token ids, positions, slots."""
     work: Tensor
@@ -80,13 +83,15 @@ class StepBuffers:
         own_vocab_size: int,
         tp_size: int,
         is_gated_at_once: bool,
+        has_dense: bool,
         partial_bytes: int,
     ) -> StepBuffers:
         """Allocate them.
 
         There are `groups` of layers with plans of attention of their own. A query has `query_parts` times the features
         of a key; recurrent blocks make `mixed` features before their last projection. `hidden`, `inner` and `own_vocab_size` are the features of the residual stream, of feed-forward blocks and
-        of the logits, the latter two of each of `tp_size` ranks. Blocks that are gated at once leave no numbers before the gate. A partial result of attention
+        of the logits, the latter two of each of `tp_size` ranks. Blocks that are gated at once leave no numbers before the gate. Products with
+        dense weights need memory, if the model `has_dense`. A partial result of attention
         takes `partial_bytes`.
         """
         tokens, heads, kv_heads = size.tokens, attention.num_heads, attention.num_kv_heads
@@ -111,6 +116,9 @@ class StepBuffers:
             gated=torch.empty(tokens, before_gate),
             records=records(widest),
             gated_records=records(inner),
+            laid_out=torch.empty(
+                most_laid_out_bytes(tokens, max(widest, inner)) if has_dense else 0, dtype=torch.uint8
+            ),
             own=torch.empty(groups, 3, tokens, dtype=torch.int64),
             work=torch.empty(groups, size.items * WORK_BYTES, dtype=torch.uint8),
             partials=torch.empty(size.items * kv_heads * partial_bytes, dtype=torch.uint8),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nbengine.distributed.communicator import RankOperations
 from nbengine.kernels.attention_options import AttentionOptions
-from nbengine.kernels.cpu.backend import AttentionFunctions, set_options, sinks_for
+from nbengine.kernels.cpu.backend import ELEMENTS, AttentionFunctions, set_options, sinks_for
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.decode_plan import DecodePlanArguments, compile_decode_plan
 from nbengine.kernels.cpu.draw import DrawArguments, compile_draw, scratch_bytes
@@ -19,20 +19,21 @@ from nbengine.kernels.cpu.layout import AttentionArguments, Span
 from nbengine.kernels.cpu.next_step import NextStepArguments, compile_next_step
 from nbengine.kernels.cpu.norm_rounding import NormRoundArguments, compile_norm_round
 from nbengine.kernels.cpu.products import compile_gated
-from nbengine.kernels.cpu.quantized_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.recurrent_layout import RecurrentArguments
 from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME, compile_rows
+from nbengine.kernels.cpu.taken_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.write_kv import TOKENS_PER_ITEM, WriteArguments
+from nbengine.kernels.quantized import LANES
 from nbengine.models.layers.attention import Attention
 from nbengine.models.layers.basic import Linear, MergedLinear, RMSNorm
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SharedExpert, SparseMoeBlock
 from nbengine.models.layers.parallel_layers import VocabParallelEmbedding
-from nbengine.models.layers.weights import DenseWeight, PackedWeight
+from nbengine.models.layers.weights import DenseWeight, PackedWeight, Weight
 from nbengine.models.prepared.basic_operations import BasicOperations
 from nbengine.models.prepared.buffers import StepBuffers
 from nbengine.models.prepared.experts import ExpertBuffers, ExpertOperations
-from nbengine.models.prepared.products import gated_arguments, row_bytes
+from nbengine.models.prepared.products import are_packed, gated_arguments, row_bytes
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, mixing
 from nbengine.models.prepared.rows import Operation, row_operation
 
@@ -113,18 +114,19 @@ class StepOperations(BasicOperations):
     def add_embedding(self, embedding: VocabParallelEmbedding, scale: Tensor | None) -> None:
         """Turn token ids into rows, times `scale` [hidden], if there is one."""
         x, weight = self._buffers.x, embedding.weight
-        assert isinstance(weight, PackedWeight)
+        is_packed = isinstance(weight, PackedWeight)
+        form = weight.form if isinstance(weight, PackedWeight) else ELEMENTS[weight.tensor.dtype]
         take = TakeArguments(
             ids=self._ids,
-            cells=weight.tensor.shape[1],
+            cells=weight.tensor.shape[1] if is_packed else weight.shape[1] // LANES,
             weight=weight.tensor.data_ptr(),
-            tile_bytes=weight.tensor.stride(0),
+            tile_bytes=row_bytes(weight.tensor),
             output=x.data_ptr(),
             output_stride=row_bytes(x),
             first=embedding.own.start,
             count=len(embedding.own),
         )
-        function = compile_take_rows(weight.form, is_part=self._ranks is not None)
+        function = compile_take_rows(form, is_part=self._ranks is not None)
         self.operations.append(Operation(function, take, 1, has_tokens=False))
         self._sum_over_ranks(x)
         if scale is not None:
@@ -140,7 +142,7 @@ class StepOperations(BasicOperations):
         """Begin a layer: make the output of the attention block of the residual stream."""
         buffers, angles = self._buffers, self.attends.angles
         self.layers.append(len(self.operations))
-        self._add_norm_round(norm)
+        self._add_norm_round(norm, weights_of(qkv))
         self._multiply_merged(qkv, buffers.qkv)
         source = buffers.qkv if self._query_parts == 1 else buffers.queries
         if head_norms is not None:
@@ -159,61 +161,64 @@ class StepOperations(BasicOperations):
             self.operations.append(
                 row_operation(gate, buffers.qkv[:, size:], buffers.attended, buffers.attended)
             )
-        self._round(buffers.attended)
-        self._multiply(o_proj, buffers.out)
+        self._round_for([o_proj.weight], buffers.attended)
+        self._multiply(o_proj, buffers.out, buffers.attended)
         self._sum_over_ranks(buffers.out)
 
     def add_recurrent(self, norm: RMSNorm, mixer: PreparedMixer) -> None:
         """Begin a layer: make the output of the recurrent block of the residual stream."""
         assert self._recurrent is not None
         self.layers.append(len(self.operations))
-        self._add_norm_round(norm)
+        mixed = self._recurrent.mixed
+        self._add_norm_round(norm, weights_of(mixer.in_proj))
         self._multiply_merged(mixer.in_proj, self._recurrent.projected)
         for each in mixing(mixer, self._recurrent):
             if isinstance(each.arguments, RecurrentArguments):
                 self.states.append(len(self.operations))
             self.operations.append(each)
-        self._round(self._recurrent.mixed)
-        self._multiply(mixer.out_proj, self._buffers.out)
+        self._round_for([mixer.out_proj.weight], mixed)
+        self._multiply(mixer.out_proj, self._buffers.out, mixed)
         self._sum_over_ranks(self._buffers.out)
 
     def add_mlp(self, norm: RMSNorm, mlp: DecoderMLP) -> None:
         """Make the output of the feed-forward block of the residual stream."""
-        buffers, gate_up = self._buffers, mlp.gate_up_proj
-        self._add_norm_round(norm)
+        self._add_norm_round(norm, weights_of(mlp.gate_up_proj))
+        self._add_feed_forward(mlp, self._buffers.out)
+        self._sum_over_ranks(self._buffers.out)
+
+    def _add_feed_forward(self, mlp: DecoderMLP, out: Tensor) -> None:
+        """Make the output of a block of the normalised rows, and of their records."""
+        buffers, gate_up, size = self._buffers, mlp.gate_up_proj, mlp.size
+        gated = buffers.gated[:, :size]
         if is_gated_at_once(mlp):
             self._add_gated(gate_up, mlp.activation)
         else:
             self._multiply_merged(gate_up, buffers.gate_up)
-            gate = compile_rows(mlp.activation, mlp.size, Element.FLOAT32)
-            self.operations.append(
-                row_operation(gate, buffers.gate_up, buffers.gate_up[:, mlp.size :], buffers.gated)
-            )
-            self._round(buffers.gated, buffers.gated_records)
-        self._multiply(mlp.down_proj, buffers.out, buffers.gated_records)
-        self._sum_over_ranks(buffers.out)
+            gate = compile_rows(mlp.activation, size, Element.FLOAT32)
+            self.operations.append(row_operation(gate, buffers.gate_up, buffers.gate_up[:, size:], gated))
+            self._round_for([mlp.down_proj.weight], gated, buffers.gated_records)
+        self._multiply(mlp.down_proj, out, gated, buffers.gated_records)
 
     def add_experts(self, norm: RMSNorm, block: SparseMoeBlock) -> None:
         """Make the output of the block with experts of the residual stream."""
         assert self._experts is not None
-        shared = block.shared
-        self._add_norm_round(norm)
+        shared, buffers, weights = block.shared, self._buffers, [block.router.weight]
+        if shared is not None:
+            gate = [] if shared.gate is None else [shared.gate.weight]
+            weights.extend([*weights_of(shared.mlp.gate_up_proj), *gate])
+        self._add_norm_round(norm, weights, has_experts=True)
         if isinstance(block.router.weight, PackedWeight):
-            self._product(block.router.weight, self._scores, self._buffers.records)
-        has_gate = shared is not None and shared.gate is not None
-        if has_gate or not isinstance(block.router.weight, PackedWeight):
-            self._normalise(norm, self._buffers.x, self._buffers.normed)
+            self._product(block.router.weight, self._scores, buffers.normed, buffers.records)
         self.operations.extend(self._experts.of(block))
         if shared is not None:
             self._add_shared(shared)
-        self._sum_over_ranks(self._buffers.out)
+        self._sum_over_ranks(buffers.out)
 
     def _add_shared(self, block: SharedExpert) -> None:
         """Add the output of the block that all tokens go through."""
         assert self._experts is not None
         buffers, (out, scores) = self._buffers, self._shared
-        self._add_gated(block.mlp.gate_up_proj, block.mlp.activation)
-        self._multiply(block.mlp.down_proj, out, buffers.gated_records)
+        self._add_feed_forward(block.mlp, out)
         if block.gate is not None:
             assert isinstance(block.gate.weight, DenseWeight)
             self.operations.append(self._experts.score(block.gate.weight.tensor, scores))
@@ -241,12 +246,12 @@ class StepOperations(BasicOperations):
         self._add(self._buffers.x, self._buffers.out, repeats=False)
         self._is_pending = False
 
-    def add_logits(self, weight: PackedWeight, vocab_size: int, divisor: float) -> None:
+    def add_logits(self, weight: Weight, vocab_size: int, divisor: float) -> None:
         """Turn normalised rows into logits, and look for the largest of each row; `weight` are this rank's rows of
         the output projection, whose outcome is divided."""
         buffers, first = self._buffers, len(self.operations)
-        self._round(buffers.normed)
-        self._product(weight, buffers.own_logits, buffers.records)
+        self._round_for([weight], buffers.normed)
+        self._product(weight, buffers.own_logits, buffers.normed, buffers.records)
         if self._ranks is not None:
             self.operations.append(Operation(*self._ranks.gather_rows(buffers.own_logits, buffers.logits)))
         if divisor != 1:
@@ -306,8 +311,20 @@ class StepOperations(BasicOperations):
         keys, to = source[:, first * parts :], target[:, first:]
         self.operations.append(row_operation(normalise, keys, key.weight, to, repeats=True, eps=key.eps))
 
-    def _add_norm_round(self, norm: RMSNorm) -> None:
+    def _add_norm_round(self, norm: RMSNorm, weights: Sequence[Weight], *, has_experts: bool = False) -> None:
+        """Add what is pending to the residual stream, and normalise it: to `records` for quantised weights, those of
+        experts among them, and to `normed` for dense ones."""
         buffers = self._buffers
+        if not are_packed(weights):
+            if self._is_pending:
+                self._add(buffers.x, buffers.out, repeats=False)
+            self._is_pending = True
+            self._normalise(norm, buffers.x, buffers.normed)
+            if has_experts:
+                self._round(buffers.normed)
+            else:
+                self._round_for(weights, buffers.normed)
+            return
         arguments = NormRoundArguments(
             x=buffers.x.data_ptr(),
             x_stride=row_bytes(buffers.x),
@@ -364,5 +381,12 @@ class StepOperations(BasicOperations):
 
 
 def is_gated_at_once(mlp: DecoderMLP) -> bool:
-    """Return whether gate and other projection are one product, whose outcome can be gated where it is made."""
-    return len(mlp.gate_up_proj.runs) == 1 and mlp.gate_up_proj.bias is None
+    """Return whether gate and other projection are one product with quantised weights, whose outcome is gated where it
+    is made."""
+    runs = mlp.gate_up_proj.runs
+    return len(runs) == 1 and mlp.gate_up_proj.bias is None and isinstance(runs[0][1], PackedWeight)
+
+
+def weights_of(merged: MergedLinear) -> list[Weight]:
+    """Return the weights of a product, one for each run of parts."""
+    return [weight for _, weight in merged.runs]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from nbengine.kernels.cpu.products import GatedArguments, ProductArguments
 from nbengine.kernels.cpu.quantized import share_size
 from nbengine.kernels.quantized import SPAN
-from nbengine.models.layers.weights import PackedWeight
+from nbengine.models.layers.weights import PackedWeight, Weight
+
+_LINE = 64
+
+
+def are_packed(weights: Sequence[Weight]) -> bool:
+    """Return whether all weights are quantised."""
+    return all(isinstance(weight, PackedWeight) for weight in weights)
 
 
 def product_arguments(
@@ -52,3 +61,8 @@ def gated_arguments(
 def row_bytes(tensor: Tensor) -> int:
     """Return the bytes from one row to the next."""
     return tensor.stride(0) * tensor.element_size()
+
+
+def aligned(memory: Tensor) -> int:
+    """Return the address of the first cache line that lies in memory whole."""
+    return -(-memory.data_ptr() // _LINE) * _LINE

@@ -22,7 +22,7 @@ from nbengine.models.layers.basic import RMSNorm
 from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SparseMoeBlock
-from nbengine.models.layers.weights import PackedWeight
+from nbengine.models.layers.weights import Weight
 from nbengine.models.prepared.attention import AttentionGroup
 from nbengine.models.prepared.buffers import StepBuffers, StepSize
 from nbengine.models.prepared.experts import ExpertBuffers
@@ -281,20 +281,20 @@ def _attention_of(
     return list(groups.values()), attends
 
 
-def head_of(model: PreparedModel) -> PackedWeight | None:
-    """Return the output projection, if it is there and quantised, and its outcome the logits."""
+def head_of(model: PreparedModel) -> Weight | None:
+    """Return the output projection, if it is there and an operation's, and its outcome the logits."""
     config = model.config
     if config.logits_soft_cap is not None:
         return None
     weight = None if model.lm_head is None else model.lm_head.rows.weight
-    return weight if isinstance(weight, PackedWeight) else None
+    return weight if weight is not None and weight.is_operand else None
 
 
 def goes_on(model: PreparedModel) -> bool:
     """Return whether steps can follow each other in one run: from token ids to logits, all is done by operations, and
     none of them waits for another process."""
     embedding = model.embed_tokens
-    is_whole = embedding is not None and isinstance(embedding.weight, PackedWeight)
+    is_whole = embedding is not None and embedding.weight.is_operand
     return is_whole and head_of(model) is not None and model.layout.tp_size == 1
 
 
@@ -331,9 +331,10 @@ def _buffers_of(
         mixed=mixed,
         hidden=model.config.hidden_size,
         inner=max((block.size for block in blocks), default=0),
-        own_vocab_size=0 if head is None else head.rows,
+        own_vocab_size=0 if head is None else head.shape[0],
         tp_size=model.tp.size,
         is_gated_at_once=all(map(is_gated_at_once, blocks)),
+        has_dense=model.dtype.itemsize == 2,
         partial_bytes=partial_bytes,
     )
 
@@ -347,7 +348,7 @@ def _add_all(
     """Add everything up to the hidden states; return whether that begins with the embedding, which is multiplied by
     `scale` [hidden]."""
     embedding = model.embed_tokens
-    embeds = embedding is not None and isinstance(embedding.weight, PackedWeight)
+    embeds = embedding is not None and embedding.weight.is_operand
     if embeds:
         assert embedding is not None
         operations.add_embedding(embedding, scale)

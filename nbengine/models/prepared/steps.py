@@ -26,7 +26,7 @@ from nbengine.models.layers.gated_delta_net import GatedDeltaNet
 from nbengine.models.layers.mamba2 import Mamba2Mixer
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SparseMoeBlock
-from nbengine.models.layers.weights import PackedWeight, Weight
+from nbengine.models.layers.weights import Weight
 from nbengine.models.step_output import StepOutput
 
 if TYPE_CHECKING:
@@ -53,10 +53,12 @@ class PreparedSteps:
 
     @staticmethod
     def covers(model: PreparedModel) -> bool:
-        """Return whether steps of a model can be prepared: on a CPU, with every matrix of a layer quantised, those
-        of experts alike, and by ranks that share memory. All ranks of a stage give the same answer, since they exchange
-        the same numbers then."""
-        if model.device.type != "cpu" or not model.layers or not _is_plain(model.config):
+        """Return whether steps of a model can be prepared: on a CPU, with every matrix of a layer quantised or of 16
+        bits, those of experts quantised and alike, and by ranks that share memory. All ranks of a stage give the same
+        answer, since they exchange the same numbers then."""
+        if model.device.type != "cpu" or model.hidden_dtype is not torch.float32:
+            return False
+        if not model.layers or not _is_plain(model.config):
             return False
         if not all(map(_is_covered, model.layers)) or all(layer.is_recurrent for layer in model.layers):
             return False
@@ -169,13 +171,13 @@ def _is_covered(layer: DecoderLayer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """The sizes that vectors must divide, and the weights that must be quantised."""
+    """The sizes that vectors must divide, and the weights for which there must be operations."""
 
     sizes: list[int]
     weights: list[Weight]
 
     def are_met(self) -> bool:
-        return all(isinstance(weight, PackedWeight) for weight in self.weights) and not any(
+        return all(weight.is_operand for weight in self.weights) and not any(
             size % LANES for size in self.sizes
         )
 

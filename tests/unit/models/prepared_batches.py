@@ -60,7 +60,7 @@ def expert_metadata(arch: str) -> dict[str, int]:
 def load_gguf(
     path: Path, parallel: ParallelState = SINGLE, dtype: torch.dtype = torch.bfloat16
 ) -> DecoderForCausalLM:
-    """A rank's part of the model in a GGUF file, its matrices quantised as they are there."""
+    """A rank's part of the model in a GGUF file, its matrices quantised as they are there, or with 16 bits."""
     config = decoder_config(hf_config(read_header(path)))
     return load_decoder(
         config,
@@ -70,7 +70,7 @@ def load_gguf(
         max_positions=None,
         report=Reporter(None, "load"),
         parallel=parallel,
-        packed=PackedFormats(GGUFWeights(path, config).formats, CpuProducts()),
+        packed=PackedFormats(GGUFWeights(path, config).formats, CpuProducts(), is_wide=True),
     )
 
 

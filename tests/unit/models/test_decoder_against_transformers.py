@@ -89,7 +89,7 @@ def test_chunks_and_single_tokens_give_the_logits_of_the_whole(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_types_are_as_near_to_float32_as_transformers(
+def test_16_bit_types_are_nearer_to_float32_than_transformers(
     dtype: torch.dtype, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
 ) -> None:
     random_model("Qwen3", head_dim=16).to(dtype).save_pretrained(tmp_path)
@@ -97,8 +97,8 @@ def test_16_bit_types_are_as_near_to_float32_as_transformers(
     rounded = logits_of(reloaded(tmp_path, dtype), tokens)
     exact = logits_of(reloaded(tmp_path, torch.float32), tokens)
     ours = make_runner(load(tmp_path, dtype)).step({"a": tokens})["a"]
-    assert ours.dtype is dtype
-    assert (ours.float() - exact).abs().mean() < 1.2 * (rounded - exact).abs().mean()
+    assert ours.dtype is torch.float32
+    assert (ours - exact).abs().mean() < 0.7 * (rounded - exact).abs().mean()
 
 
 def test_16_bit_weights_widen_exactly(tmp_path: Path, load: Any, make_runner: Any, random_model: Any) -> None:

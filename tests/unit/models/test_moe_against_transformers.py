@@ -104,7 +104,7 @@ def test_classifiers_give_the_labels_of_transformers(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_types_are_as_near_to_float32_as_transformers(
+def test_16_bit_types_are_nearer_to_float32_than_transformers(
     dtype: torch.dtype, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
 ) -> None:
     random_model("Qwen2Moe", **SHARED).to(dtype).save_pretrained(tmp_path)
@@ -118,5 +118,5 @@ def test_16_bit_types_are_as_near_to_float32_as_transformers(
         for kind in (dtype, torch.float32)
     )
     ours = make_runner(load(tmp_path, dtype)).step({"a": tokens})["a"]
-    assert ours.dtype is dtype
-    assert (ours.float() - exact).abs().mean() < 1.2 * (rounded - exact).abs().mean()
+    assert ours.dtype is torch.float32
+    assert (ours - exact).abs().mean() < 0.7 * (rounded - exact).abs().mean()

@@ -114,6 +114,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+WITHOUT_EXPERTS = [name for name in MODELS if "moe" not in name and name != "gpt-oss"]
+
+
 @pytest.mark.parametrize(("name", "num_threads", "quantization"), in_turn(MODELS, [1, 3], ["int4", "int8"]))
 def test_a_prepared_step_has_the_bits_of_the_eager_path(
     name: str,
@@ -132,3 +135,31 @@ def test_a_prepared_step_has_the_bits_of_the_eager_path(
     batches = Batches(model, torch.int8 if num_threads == 3 else None)
     batches.has_logits = name != "gemma2"
     assert_same_bits_of_all_steps(batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_threads", "dtype"), in_turn(WITHOUT_EXPERTS, [1, 3], [torch.bfloat16, torch.float16])
+)
+def test_a_prepared_step_with_weights_of_16_bits_has_the_bits_of_the_eager_path(
+    name: str,
+    num_threads: int,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    load: Any,
+    random_model: Any,
+    threads: Callable[[int], None],
+) -> None:
+    threads(num_threads)
+    kind, settings = MODELS[name]
+    random_model(kind, **settings).save_pretrained(tmp_path)
+    model: DecoderForCausalLM = load(tmp_path, dtype)
+    assert model._prepared is not None
+    batches = Batches(model)
+    batches.has_logits = name != "gemma2"
+    assert_same_bits_of_all_steps(batches)
+
+
+def test_experts_of_16_bits_are_not_covered(tmp_path: Path, load: Any, random_model: Any) -> None:
+    kind, settings = MODELS["qwen2 moe"]
+    random_model(kind, **settings).save_pretrained(tmp_path)
+    assert load(tmp_path, torch.bfloat16)._prepared is None

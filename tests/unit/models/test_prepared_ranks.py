@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, Kind, dict[str, Any]]] = {
         Kind.Q5_0,
         {"head_dim": 32, "tie_word_embeddings": True, "vocab_size": 97},
     ),
+    "16 bits": ("Qwen2", Kind.BF16, {"hidden_size": 128, "vocab_size": 97}),
     "biases of feed-forward blocks": ("Llama", Kind.Q5_1, {"head_dim": 32, "mlp_bias": True}),
     "experts": ("Qwen3Moe", Kind.Q4_1, EXPERTS),
     "blocks and logits times numbers": (

@@ -65,8 +65,22 @@ MODELS: dict[str, tuple[str, Kind, dict[str, Any]]] = {
         {"head_dim": 32, "tie_word_embeddings": True, "hidden_size": 128, "num_key_value_heads": 4},
     ),
     "biases of feed-forward blocks": ("Llama", Kind.Q5_1, {"head_dim": 32, "mlp_bias": True}),
+    "16 bits": ("Qwen3", Kind.BF16, {"head_dim": 32, "hidden_size": 128}),
+    "16 bits, biases and a tied vocabulary": (
+        "Qwen2",
+        Kind.F16,
+        {"hidden_size": 128, "vocab_size": 99, "intermediate_size": 80, "tie_word_embeddings": True},
+    ),
+    "values of 16 bits": ("Llama", Kind.Q8_0, {"head_dim": 32, "mlp_bias": True, "dense": "v_proj"}),
+    "outputs of blocks of 16 bits": ("Llama", Kind.Q4_1, {"head_dim": 32, "dense": "o_proj"}),
+    "gates of 16 bits": ("Llama", Kind.Q4_0, {"head_dim": 32, "dense": "gate_proj"}),
     "experts": ("Qwen3Moe", Kind.Q4_1, {**EXPERTS, "dense": "mlp.gate."}),
     "experts and a quantised router": ("Qwen3Moe", Kind.Q8_0, {**EXPERTS, "norm_topk_prob": False}),
+    "experts beside a block of 16 bits for all": (
+        "Qwen2Moe",
+        Kind.Q4_1,
+        {**EXPERTS, **SHARED, "dense": "shared_expert"},
+    ),
     "experts beside a block for all": ("Qwen2Moe", Kind.Q4_1, {**EXPERTS, **SHARED, "dense": "gate."}),
 }
 

@@ -226,15 +226,16 @@ def test_a_model_with_images_runs_as_its_text(
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "granite 4 moe", "lfm2"])
-def test_narrow_types_run_and_keep_their_convolution_in_them(
+def test_narrow_types_run_and_keep_their_states_in_float32(
     name: str, tmp_path: Path, load: Any, random_model: Any
 ) -> None:
     oracle = saved(name, tmp_path, random_model)
     model = load(tmp_path, torch.bfloat16)
-    runner = HybridRunner(model, select_recurrent_kernels(CPU, torch.bfloat16))
+    runner = HybridRunner(model, select_recurrent_kernels(CPU, model.hidden_dtype))
     states = runner.hybrid.states
-    assert {state.conv.dtype for state in states} == {torch.bfloat16}
-    assert {state.state.dtype for state in states} == {torch.float32}
+    assert {each.dtype for state in states for each in (state.conv, state.state)} == {torch.float32}
     tokens = tokens_of(40)
     found = torch.cat([runner.step({"a": tokens[:30]})["a"], runner.step({"a": tokens[30:]})["a"]])
-    torch.testing.assert_close(found.float(), expected_of(oracle, tokens), rtol=0.1, atol=0.35)
+    expected = expected_of(oracle, tokens)
+    assert (found - expected).abs().mean() < 0.04 * expected.abs().mean()
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.5)

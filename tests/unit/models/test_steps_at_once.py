@@ -26,8 +26,10 @@ from tests.unit.models.test_prepared_groups import MODELS as GROUPED
 PROMPTS = [random_tokens(length, 1) for length in (37, 5, 34, 16, 39)]
 BLOCKS = 200
 Make = Callable[..., LLM]
+DENSE = "16 bits"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 32}),
+    DENSE: ("Qwen3", {"head_dim": 32}),
     **{name: GROUPED[name] for name in ("gemma3", "qwen3.5", "lfm2", "granite 4")},
 }
 
@@ -47,13 +49,14 @@ def make(tmp_path: Path, random_model: Any) -> Iterator[Make]:
 
     def make(name: str = "llama", *, at_once: bool = True, num_blocks: int = BLOCKS) -> LLM:
         directory = tmp_path / name
+        rounding: dict[str, Any] = {"quantization": "int8"} if name != DENSE else {"dtype": "bfloat16"}
         if not directory.exists():
             kind, settings = MODELS[name]
             random_model(kind, **settings).save_pretrained(directory)
             save_tokenizer(directory)
         llm = LLM(
             str(directory),
-            quantization="int8",
+            **rounding,
             block_size=8,
             max_model_len=128,
             num_gpu_blocks_override=num_blocks,
@@ -124,7 +127,7 @@ def test_answers_are_those_of_one_step_at_a_time(
     several = make(name, num_blocks=num_blocks)
     assert tokens_of(several, greedy()) == expected
     # States are not left behind in the middle of steps at once.
-    assert max(sizes) == MOST_STEPS if name in ("llama", "gemma3") else max(sizes) > 1
+    assert max(sizes) == MOST_STEPS if name in ("llama", "gemma3", DENSE) else max(sizes) > 1
     preemptions = core_of(several).scheduler.num_preemptions
     assert bool(preemptions) == (num_blocks < BLOCKS)
     # What is found of prompts and answers is the same, too.

@@ -1,4 +1,4 @@
-"""Rows of a quantised weight, as an embedding looks them up."""
+"""Rows of a weight in float32, as an embedding looks them up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _WIDTH = 4
 
 class TakeArguments(ctypes.Structure):
     """The arguments: addresses, strides in bytes, and counts. The `items` are rows; `ids` are int64, and name rows
-    that exist. Of a part of a weight, the rows have the ids from `first` on, and there are `count`."""
+    that exist. Of a part of a weight, the rows have the ids from `first` on, and there are `count`. A dense weight's
+    `cells` are 16 columns each, and `tile_bytes` those of a row."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -31,9 +32,9 @@ class TakeArguments(ctypes.Structure):
 
 
 @cache
-def compile_take_rows(form: Format, *, is_part: bool = False) -> Function:
-    """Compile the function that writes rows of a weight in float32; with `is_part`, zeros for those that are not
-    in this part of it.
+def compile_take_rows(form: Format | Element, *, is_part: bool = False) -> Function:
+    """Compile the function that writes rows of a weight in float32, one that is quantised or dense with numbers of a
+    type; with `is_part`, zeros for those that are not in this part of it.
 
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
@@ -42,15 +43,15 @@ def compile_take_rows(form: Format, *, is_part: bool = False) -> Function:
     return function
 
 
-def _define(module: ir.Module, form: Format, is_part: bool) -> None:
+def _define(module: ir.Module, form: Format | Element, is_part: bool) -> None:
     define(module, "take_rows", 1, partial(_take_rows, form, is_part), exported=True)
 
 
-def _take_rows(form: Format, is_part: bool, code: Code, args: Int) -> None:
+def _take_rows(form: Format | Element, is_part: bool, code: Code, args: Int) -> None:
     def get(name: str) -> Int:
         return code.load_int(args + getattr(TakeArguments, name).offset)
 
-    cells, spans = get("cells"), code.integer(form.spans)
+    cells, columns = get("cells"), LANES if isinstance(form, Element) else form.columns
     with code.tickets(args + TakeArguments.counter.offset, get("items")) as number:
         row = code.load_int(get("ids") + number * 8)
         if is_part:
@@ -58,20 +59,32 @@ def _take_rows(form: Format, is_part: bool, code: Code, args: Int) -> None:
         target = get("output") + number * get("output_stride")
 
         def write(row: Int = row, target: Int = target) -> None:
-            tile, lane = get("weight") + row // LANES * get("tile_bytes"), row % LANES
-            with code.loop(0, cells) as cell, code.loop(0, spans) as span:
-                here = tile + cell * form.cell_bytes
-                place = target + (cell * form.columns + span * SPAN) * _FLOAT
-                _write_span(form, code, here, span, lane, place)
+            if isinstance(form, Element):
+                _write_dense(form, code, get("weight") + row * get("tile_bytes"), cells, target)
+            else:
+                tile = get("weight") + row // LANES * get("tile_bytes")
+                _write_packed(form, code, tile, cells, row % LANES, target)
 
         if is_part:
             is_here = code.builder.icmp_unsigned("<", row.ir, get("count").ir)
             with code.when(is_here):
                 write()
-            with code.when(code.builder.not_(is_here)), code.loop(0, cells * (form.columns // LANES)) as part:
+            with code.when(code.builder.not_(is_here)), code.loop(0, cells * (columns // LANES)) as part:
                 code.store(code.constant(0.0, LANES), target + part * (LANES * _FLOAT))
         else:
             write()
+
+
+def _write_dense(element: Element, code: Code, source: Int, cells: Int, target: Int) -> None:
+    with code.loop(0, cells) as cell:
+        numbers = code.load(source + cell * (LANES * element.size), LANES, element)
+        code.store(numbers, target + cell * (LANES * _FLOAT))
+
+
+def _write_packed(form: Format, code: Code, tile: Int, cells: Int, lane: Int, target: Int) -> None:
+    with code.loop(0, cells) as cell, code.loop(0, code.integer(form.spans)) as span:
+        place = target + (cell * form.columns + span * SPAN) * _FLOAT
+        _write_span(form, code, tile + cell * form.cell_bytes, span, lane, place)
 
 
 def _write_span(form: Format, code: Code, cell: Int, span: Int, lane: Int, target: Int) -> None:
