@@ -20,6 +20,8 @@ class DenseProducts(Protocol):
     torch."""
 
     name: str
+    are_compiled: bool
+    """They are functions compiled for this machine, which a program can call, and round nothing to float16."""
 
     @property
     def instructions(self) -> str:
@@ -38,8 +40,8 @@ class DenseProducts(Protocol):
         """Return x @ weight.T + bias, [T, out_features], for x [T, in_features] and weight [out_features,
         in_features], bfloat16 or float16, or float32 where `select_split` has chosen them.
 
-        x and bias are of the weight's type or float32; x is rounded to the weight's type, sums and the bias's addition
-        are float32, and the result is of the type of x, rounded once. It goes to `out`, if that is given.
+        x and bias are of the weight's type or float32; x is rounded to bfloat16 for a weight of that type, sums and the
+        bias's addition are float32, and the result is of the type of x, rounded once. It goes to `out`, if that is given.
 
         Raises:
             InvalidArgumentError: shapes or types do not fit together.

@@ -56,6 +56,7 @@ class CpuDense(threading.local):
     """
 
     name = "cpu"
+    are_compiled = True
 
     def __init__(self, instructions: Instructions | None = None) -> None:
         self._given = instructions

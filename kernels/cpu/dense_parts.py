@@ -203,13 +203,12 @@ class Frame:
             code.store(self.rounded(one), target + place * packed.size, packed)
 
     def rounded(self, x: Vector) -> Vector:
-        """Return numbers of x, rounded to the weight's type where x is of another one and stays float32."""
+        """Return numbers of x as they are multiplied: rounded to bfloat16 for weights of that type, so that all
+        processors multiply the same numbers."""
         code, kind = self.code, self.kind
-        if kind.hidden is kind.weight or kind.packed is not Element.FLOAT32:
+        if kind.weight is not Element.BFLOAT16 or kind.hidden is kind.weight or kind.packed is kind.weight:
             return x
         b, bits = code.builder, code.narrowed(x, kind.weight)
-        if kind.weight is Element.FLOAT16:
-            return Vector(b, b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), x.lanes)), x.ir.type))
         words = ir.VectorType(ir.IntType(32), x.lanes)
         return Vector(b, b.bitcast(b.shl(b.zext(bits, words), words([16] * x.lanes)), x.ir.type))
 

@@ -23,6 +23,7 @@ class TiledProducts:
     """
 
     name = "torch"
+    are_compiled = False
 
     @property
     def instructions(self) -> str:
@@ -37,8 +38,8 @@ class TiledProducts:
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `nbengine.kernels.dense_kernels.DenseProducts.linear`; a result in float32 was rounded to the weight's
-        type before."""
+        """See `nbengine.kernels.dense_kernels.DenseProducts.linear`; x and a result in float32 are rounded to the
+        weight's type, float16, too."""
         added = bias if bias is None or bias.dtype is weight.dtype else bias.to(weight.dtype)
         rows = _padded(x.to(weight.dtype), tile_rows(weight.dtype))
         found = [F.linear(tile, weight, added) for tile in torch.split(rows, tile_rows(weight.dtype))]

@@ -13,6 +13,7 @@ from nbengine.config import CacheConfig, ModelConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.errors import InvalidArgumentError, ModelLoadError
+from nbengine.kernels.dense_kernels import select_dense
 from nbengine.kernels.dispatch import select_products, why_not_int8
 from nbengine.models.causal_model import CausalModel
 from nbengine.models.checkpoints.loader import load_decoder, load_encoder, make_encoder, open_weights
@@ -50,10 +51,12 @@ def resolve_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: tor
 
     "auto" is the checkpoint's own type for safetensors, and for GGUF files, whose blocks have none, the
     16-bit type that the device computes fast, else float32. A type for which the device has no fast products
-    gives way: bfloat16 to float16 on older GPUs, float16 to float32 (exactly) on the CPU.
+    gives way: bfloat16 to float16 on older GPUs, and on the CPU float16 to float32 (exactly), unless all products
+    take such weights as they are.
 
     Raises:
-        ModelLoadError: config.json states a type that is not a floating-point type we know.
+        ModelLoadError: config.json states a type that is not a floating-point type we know, or an architecture that is
+            not supported.
     """
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
@@ -63,7 +66,7 @@ def resolve_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: tor
     dtype = _DTYPES.get(str(stated).removeprefix("torch."))
     if dtype is None:
         raise ModelLoadError(f"config.json: dtype must be one of {', '.join(_DTYPES)}, got {stated!r}")
-    if device.type == "cpu" and dtype is torch.float16:
+    if device.type == "cpu" and dtype is torch.float16 and not _takes_float16(hf_config, device):
         return torch.float32
     if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         return torch.float16
@@ -249,6 +252,16 @@ def weights_bytes_of(
         .build(config, dtype=dtype, device=nowhere, max_positions=1, parallel=parallel, packed=packed)
         .weights_bytes
     )
+
+
+def _takes_float16(hf_config: Mapping[str, Any], device: torch.device) -> bool:
+    """Return whether a model's products with weights of float16 round nothing else to it: activations may be beyond
+    its largest number. Those of dense experts, of encoders and of classes of transformers do."""
+    products = select_dense(device, torch.float16)
+    if products is None or not products.are_compiled or is_encoder(hf_config):
+        return False
+    config = decoder_config(hf_config)
+    return config.moe is None and not isinstance(config, TransformersConfig)
 
 
 def _fast_dtype(device: torch.device) -> torch.dtype:

@@ -41,7 +41,7 @@ def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
     """Compare with float64: one rounding to the result's type, and those of float32 sums, of which there are up to six
     times as many, and what is left out, where numbers of float32 are divided into three."""
     roundings = x.shape[1] if weight.dtype is not torch.float32 else 6 * x.shape[1] + 4
-    exact = x.to(weight.dtype).double() @ weight.double().T
+    exact = x.double() @ weight.double().T
     sizes = x.double().abs() @ weight.double().abs().T
     if bias is not None:
         exact, sizes = exact + bias.double(), sizes + bias.double().abs()
@@ -101,18 +101,24 @@ def test_threads_and_the_cutting_of_rows_into_blocks_change_nothing(
 
 
 @pytest.mark.parametrize(("dtype", "instructions"), KINDS)
-def test_rows_of_float32_are_rounded_and_their_results_are_not(
+def test_rows_of_float32_are_rounded_to_bfloat16_alone_and_their_results_are_not(
     dtype: torch.dtype, instructions: Instructions
 ) -> None:
     products, weight = CpuDense(instructions), numbers(40, 100, dtype=dtype)
     x, bias = numbers(MOST, 100, seed=1), numbers(40, seed=2)
     found = products.linear(x, weight, bias)
     assert found.dtype is torch.float32
-    check(found, x.to(dtype).float(), weight, bias)
-    assert torch.equal(found, products.linear(x.to(dtype).float(), weight, bias))
+    rounded = x.to(torch.bfloat16).float() if dtype is torch.bfloat16 else x
+    check(found, rounded, weight, bias)
+    assert torch.equal(found, products.linear(rounded, weight, bias))
     assert torch.equal(found[7:8], products.linear(x[7:8], weight, bias))
     narrow = products.linear(x.to(dtype), weight)
-    assert torch.equal(products.linear(x, weight).to(dtype), narrow)
+    assert torch.equal(products.linear(x.to(dtype).float(), weight).to(dtype), narrow)
+
+
+def test_rows_beyond_float16_are_multiplied_with_weights_of_it() -> None:
+    weight, x = numbers(40, 100, dtype=torch.float16), numbers(5, 100, seed=1) * 1e6
+    check(CpuDense().linear(x, weight), x, weight, None)
 
 
 @pytest.mark.parametrize(("dtype", "instructions"), KINDS)

@@ -114,7 +114,7 @@ class Weight(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DenseWeight:
-    """A matrix in the model's data type. Rows of another type are rounded to it before they are multiplied."""
+    """A matrix in the model's data type. Its products may round rows of another type to it."""
 
     tensor: Tensor
     products: DenseProducts | None = None
@@ -148,7 +148,7 @@ class DenseWeight:
     @property
     def is_operand(self) -> bool:
         """See `Weight.is_operand`."""
-        return self.products is not None and self.products.name == "cpu"
+        return self.products is not None and self.products.are_compiled
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

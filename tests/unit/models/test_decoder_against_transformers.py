@@ -101,6 +101,25 @@ def test_16_bit_types_are_nearer_to_float32_than_transformers(
     assert (ours - exact).abs().mean() < 0.7 * (rounded - exact).abs().mean()
 
 
+def test_activations_may_be_beyond_float16(
+    tmp_path: Path, load: Any, make_runner: Any, random_model: Any
+) -> None:
+    oracle = random_model("Llama", head_dim=16)
+    for layer in oracle.model.layers:
+        layer.mlp.up_proj.weight.data *= 2.0**11
+        layer.mlp.gate_proj.weight.data *= 2.0**11
+        layer.mlp.down_proj.weight.data *= 2.0**-12
+    oracle.to(torch.float16).save_pretrained(tmp_path)
+    tokens, exact = random_tokens(60), oracle.float()
+    gated = []
+    oracle.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda _, inputs: gated.append(inputs[0]))
+    expected = logits_of(exact, tokens)
+    assert gated[0].abs().max() > torch.finfo(torch.float16).max
+    logits = make_runner(load(tmp_path, torch.float16)).step({"a": tokens})["a"]
+    # Keys and values are of float16.
+    assert (logits - expected).abs().mean() < 1e-3 * expected.abs().mean()
+
+
 def test_16_bit_weights_widen_exactly(tmp_path: Path, load: Any, make_runner: Any, random_model: Any) -> None:
     random_model("Llama").to(torch.bfloat16).save_pretrained(tmp_path)
     tokens = random_tokens(20)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nbengine.config import ModelConfig
 from nbengine.errors import InvalidArgumentError, ModelLoadError
+from nbengine.kernels.torch.dense import TiledProducts
 from nbengine.models import loading
 from nbengine.models.configs.hf_config import (
     eos_token_ids,
@@ -207,12 +209,37 @@ def test_device_auto_is_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.
         ({"torch_dtype": "bfloat16"}, torch.bfloat16),
         ({"dtype": "float32"}, torch.float32),
         ({"dtype": "torch.bfloat16", "torch_dtype": "float32"}, torch.bfloat16),
-        ({"torch_dtype": "float16"}, torch.float32),
         ({}, torch.float32),
     ],
 )
 def test_dtype_auto_is_the_checkpoints_on_the_cpu(stated: dict[str, str], expected: torch.dtype) -> None:
     assert resolve_dtype(ModelConfig(weights=("model.safetensors",)), stated, CPU) is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("Llama", {}, torch.float16),
+        (
+            "GraniteMoeHybrid",
+            {"num_local_experts": 0, "layer_types": ["mamba", "attention"] * 16},
+            torch.float16,
+        ),
+        ("Mixtral", {}, torch.float32),
+        ("StableLm", {}, torch.float32),
+        ("Bert", {}, torch.float32),
+    ],
+)
+def test_float16_stays_on_the_cpu_where_activations_are_not_rounded_to_it(
+    kind: str, settings: dict[str, Any], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = getattr(transformers, f"{kind}Config")(**settings).to_dict()
+    config["architectures"] = [f"{kind}Model" if kind == "Bert" else f"{kind}ForCausalLM"]
+    stated = {**config, "dtype": "float16"}
+    safetensors = ModelConfig(weights=("model.safetensors",))
+    assert resolve_dtype(safetensors, stated, CPU) is expected
+    monkeypatch.setattr(loading, "select_dense", lambda *_: TiledProducts())
+    assert resolve_dtype(safetensors, stated, CPU) is torch.float32
 
 
 def test_an_unknown_dtype_is_refused_and_a_given_one_taken() -> None:
