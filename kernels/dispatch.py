@@ -21,7 +21,7 @@ from nbengine.kernels.row_kernels import has_compiled_rows
 if TYPE_CHECKING:
     from nbengine.kernels.cpu.penalties import CpuPenalties
     from nbengine.kernels.cpu.routing import CpuRouting
-    from nbengine.kernels.cpu.row_functions import CpuSigmoidScale
+    from nbengine.kernels.cpu.row_calls import CpuSigmoidScale
     from nbengine.kernels.recurrent_metadata import RecurrentMetadata
 
 logger = logging.getLogger(__name__)
@@ -310,7 +310,7 @@ def select_sigmoid_scale(device: torch.device, size: int) -> CpuSigmoidScale | N
     """Return what multiplies rows of float32 with sigmoid of a number each; None where plain torch has to do it."""
     if not has_compiled_rows(device, torch.float32, size):
         return None
-    from nbengine.kernels.cpu.row_functions import CpuSigmoidScale
+    from nbengine.kernels.cpu.row_calls import CpuSigmoidScale
 
     return CpuSigmoidScale(size)
 

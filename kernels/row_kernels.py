@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from nbengine.kernels.cpu.row_functions import CpuDeltaGates, CpuGroupNorm, CpuSoftplus
+    from nbengine.kernels.cpu.row_calls import CpuDeltaGates, CpuGroupNorm, CpuSoftCap, CpuSoftplus
 
 
 class RowNorm(Protocol):
@@ -32,7 +32,7 @@ def select_rms_norm(weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Row
         return TritonRMSNorm(weight, eps, dtype) if size <= MAX_ROW else None
     if weight.dtype is not dtype or not has_compiled_rows(weight.device, dtype, size):
         return None
-    from nbengine.kernels.cpu.row_functions import CpuRMSNorm
+    from nbengine.kernels.cpu.row_calls import CpuRMSNorm
 
     return CpuRMSNorm(weight, eps)
 
@@ -50,7 +50,7 @@ def select_gate(
         return None
     if not has_compiled_rows(device, dtype, size):
         return None
-    from nbengine.kernels.cpu.row_functions import CpuGate
+    from nbengine.kernels.cpu.row_calls import CpuGate
     from nbengine.kernels.cpu.vectors import GATES
 
     is_there = isinstance(activation, tuple) or activation in GATES
@@ -68,7 +68,7 @@ def select_pair_gate(
         return TritonPairGate(size, dtype, activation, device)
     if not has_compiled_rows(device, dtype, size):
         return None
-    from nbengine.kernels.cpu.row_functions import CpuPairGate
+    from nbengine.kernels.cpu.row_calls import CpuPairGate
 
     return CpuPairGate(size, dtype, activation)
 
@@ -78,7 +78,7 @@ def select_delta_gates(device: torch.device, dtype: torch.dtype, heads: int) -> 
     do it."""
     if dtype is not torch.float32 or not has_compiled_rows(device, dtype, 0):
         return None
-    from nbengine.kernels.cpu.row_functions import CpuDeltaGates
+    from nbengine.kernels.cpu.row_calls import CpuDeltaGates
 
     return CpuDeltaGates(heads)
 
@@ -87,7 +87,7 @@ def select_softplus(device: torch.device, dtype: torch.dtype, size: int) -> CpuS
     """Return what computes softplus of the sum of rows of this type and a vector; None where plain torch has to do it."""
     if dtype is not torch.float32 or not has_compiled_rows(device, dtype, 0):
         return None
-    from nbengine.kernels.cpu.row_functions import CpuSoftplus
+    from nbengine.kernels.cpu.row_calls import CpuSoftplus
 
     return CpuSoftplus(size)
 
@@ -99,9 +99,19 @@ def select_group_norm(
     to do it."""
     if weight.dtype is not dtype or not has_compiled_rows(weight.device, dtype, len(weight) // groups):
         return None
-    from nbengine.kernels.cpu.row_functions import CpuGroupNorm
+    from nbengine.kernels.cpu.row_calls import CpuGroupNorm
 
     return CpuGroupNorm(weight, groups, eps)
+
+
+def select_soft_cap(device: torch.device, dtype: torch.dtype, size: int, cap: float) -> CpuSoftCap | None:
+    """Return the function that keeps numbers of rows of `size` below a cap, in place; None where plain torch has to do
+    it."""
+    if dtype is not torch.float32 or not has_compiled_rows(device, dtype, 0):
+        return None
+    from nbengine.kernels.cpu.row_calls import CpuSoftCap
+
+    return CpuSoftCap(size, cap)
 
 
 def select_rotation(
@@ -117,7 +127,7 @@ def select_rotation(
         return TritonRotation(heads, head_dim, dtype, device)
     if not has_compiled_rows(device, dtype, head_dim // 2):
         return None
-    from nbengine.kernels.cpu.row_functions import CpuRotation
+    from nbengine.kernels.cpu.row_calls import CpuRotation
 
     return CpuRotation(heads, head_dim, dtype)
 

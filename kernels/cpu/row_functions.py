@@ -13,14 +13,20 @@ from functools import cache, partial
 
 import torch
 from llvmlite import ir
-from torch import Tensor
 
-from nbengine.kernels.cpu.backend import ELEMENTS, supports
+from nbengine.kernels.cpu.backend import supports
 from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Element, Int, Vector, define
 from nbengine.kernels.cpu.jit import Function, compile_module
 from nbengine.kernels.cpu.layout import vectors_of
-from nbengine.kernels.cpu.threads import select_runner
-from nbengine.kernels.cpu.vectors import GATES, Activation, exp, gate_of, rms_factor, sigmoid, softplus
+from nbengine.kernels.cpu.vectors import (
+    GATES,
+    exp,
+    gate_of,
+    rms_factor,
+    sigmoid,
+    soft_capped,
+    softplus,
+)
 
 ROWS_AT_A_TIME = 16
 """Rows that a thread draws at a time; as many are not worth waking another one."""
@@ -52,155 +58,6 @@ class RowArguments(ctypes.Structure):
     ]
 
 
-class RowFunction:
-    """A compiled function of rows, for one thread at a time, the one that calls torch."""
-
-    def __init__(self, function: Function, eps: float = 0.0) -> None:
-        self._function = function
-        self._arguments = RowArguments(eps=eps)
-        self._run = select_runner()
-
-    def run(self, x: Tensor, output: Tensor, other: int, other_stride: int = 0) -> None:
-        """Fill output, contiguous, from x [rows, ...], whose rows are contiguous; `other` is the address of
-        another operand, and `other_stride` the bytes from row to row of it."""
-        rows, arguments = x.shape[0], self._arguments
-        arguments.counter, arguments.items, arguments.rows = 0, -(-rows // ROWS_AT_A_TIME), rows
-        arguments.x, arguments.x_stride = x.data_ptr(), x.stride(0) * x.element_size()
-        arguments.other, arguments.other_stride = other, other_stride
-        arguments.output, arguments.output_stride = output.data_ptr(), output.nbytes // max(1, rows)
-        threads = torch.get_num_threads() if rows > ROWS_AT_A_TIME else 1
-        self._run(self._function, ctypes.addressof(arguments), threads)
-
-
-class CpuRMSNorm:
-    """Root mean square normalisation with a weight."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight
-        self._function = RowFunction(compile_rows("rms_norm", len(weight), ELEMENTS[weight.dtype]), eps)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x [..., size]; the result is contiguous."""
-        rows = x.reshape(-1, x.shape[-1])
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        output = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._function.run(rows, output, self._weight.data_ptr())
-        return output
-
-    def after_adding(self, x: Tensor, added: Tensor, scale: float) -> Tensor:
-        """Add `added` [T, size] times `scale` to x [T, size] in place, and normalise that."""
-        return self(x.add_(added if scale == 1 else added * scale))
-
-
-class CpuGroupNorm:
-    """Root mean square normalisation of each of some groups of numbers of a row, with a weight."""
-
-    def __init__(self, weight: Tensor, groups: int, eps: float) -> None:
-        self._weight = weight
-        function = compile_rows("rms_norm_groups", groups, ELEMENTS[weight.dtype], len(weight) // groups)
-        self._function = RowFunction(function, eps)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise x [T, size], contiguous."""
-        output = torch.empty_like(x)
-        self._function.run(x, output, self._weight.data_ptr())
-        return output
-
-
-class CpuSoftplus:
-    """Softplus of the sum of a row and a vector, float32."""
-
-    def __init__(self, size: int) -> None:
-        self._function = RowFunction(compile_rows("softplus", size, Element.FLOAT32))
-
-    def __call__(self, x: Tensor, added: Tensor) -> Tensor:
-        """Return log(1 + exp(x + added)), [T, size], for x [T, size], whose rows are contiguous, and added [size]."""
-        output = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._function.run(x, output, added.data_ptr())
-        return output
-
-
-class CpuSigmoidScale:
-    """A row times sigmoid of one number, float32."""
-
-    def __init__(self, size: int) -> None:
-        self._function = RowFunction(compile_rows("sigmoid_scale", size, Element.FLOAT32))
-
-    def __call__(self, x: Tensor, scores: Tensor) -> Tensor:
-        """Multiply x [T, size], contiguous, in place with sigmoid of the first of each row of scores [T, 1 or more]."""
-        self._function.run(x, x, scores.data_ptr(), scores.stride(0) * scores.element_size())
-        return x
-
-
-class CpuGate:
-    """The gate of a feed-forward block: an activation of the first half of a row times the second half."""
-
-    def __init__(self, size: int, dtype: torch.dtype, activation: Activation) -> None:
-        self._size = size
-        element = ELEMENTS[dtype]
-        self._function = RowFunction(
-            compile_rows(activation, size, element)
-            if isinstance(activation, str)
-            else compile_clamped_gate(size, element, activation)
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return [T, size] for x [T, 2 * size]."""
-        x = x if x.stride(1) == 1 else x.contiguous()
-        output = x.new_empty(x.shape[0], self._size)
-        stride = x.stride(0) * x.element_size()
-        self._function.run(x, output, x.data_ptr() + self._size * x.element_size(), stride)
-        return output
-
-
-class CpuPairGate:
-    """A gate beside what it gates: an activation of one tensor's numbers times another's."""
-
-    def __init__(self, size: int, dtype: torch.dtype, activation: str) -> None:
-        self._function = RowFunction(compile_rows(activation, size, ELEMENTS[dtype]))
-
-    def __call__(self, gate: Tensor, other: Tensor) -> Tensor:
-        """Return [T, size] for gate and other [T, size]."""
-        gate = gate if gate.stride(1) == 1 else gate.contiguous()
-        other = other if other.stride(1) == 1 else other.contiguous()
-        output = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        self._function.run(gate, output, other.data_ptr(), other.stride(0) * other.element_size())
-        return output
-
-
-class CpuDeltaGates:
-    """The two gates of the delta rule, float32."""
-
-    def __init__(self, heads: int) -> None:
-        self._decay, self._beta = (
-            RowFunction(compile_rows(name, heads, Element.FLOAT32)) for name in DELTA_GATES
-        )
-
-    def __call__(self, step: Tensor, beta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return softplus(step + bias) * -exp(log), and sigmoid(beta), each [T, heads], for step and beta of that
-        shape; `weights` [2, heads] are bias and log."""
-        found = step.new_empty(2, *step.shape)
-        self._decay.run(step, found[0], weights.data_ptr())
-        self._beta.run(beta, found[1], weights.data_ptr())
-        return found[0], found[1]
-
-
-class CpuRotation:
-    """Rotary position embedding of heads, in the half-split layout."""
-
-    def __init__(self, heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self._function = RowFunction(compile_rows("rotate", heads, ELEMENTS[dtype], head_dim))
-
-    def __call__(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Turn x [T, heads, head_dim] by angles [T, 2, head_dim], cosines before signed sines, contiguous."""
-        if x.stride(1) != x.shape[2] or x.stride(2) != 1:
-            x = x.contiguous()
-        output = torch.empty_like(x, memory_format=torch.contiguous_format)
-        stride = angles.stride(0) * angles.element_size()
-        self._function.run(x, output, angles.data_ptr(), stride)
-        return output
-
-
 def supports_rows(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """Return whether there are functions for rows of `size` numbers, which is to be a multiple of 16."""
     return device.type == "cpu" and supports(dtype) and size % MAX_LANES == 0
@@ -210,9 +67,9 @@ def supports_rows(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 def compile_rows(
     name: str, size: int, element: Element, head_dim: int = 0, *, picked: bool = False, turned: int = 0
 ) -> Function:
-    """Compile a function of rows: "rms_norm", "add", "multiply", "divide", "softplus" (of the sum), "at_least", "at_most",
+    """Compile a function of rows: "rms_norm", "add", "multiply", "divide", "softplus" (of the sum), "at_least", "at_most", "soft_cap",
     "sigmoid_scale" (`x` times sigmoid of the first number of the other operand),
-    `DELTA_GATES` or a gate, by the name of its activation, of rows of `size` numbers; "rotate", "rms_norm_heads",
+    `DELTA_GATES` or a gate, by the name of its activation, of rows of `size` numbers; "rotate", "rotate_pairs" (of neighbours), "rms_norm_heads",
     "rms_norm_every_other_head", "rms_norm_groups" (each with weights of its own) or "gate_every_other_head" of `size`
     heads.
 
@@ -251,7 +108,8 @@ def _define(
         "rms_norm_heads": partial(_over_heads, size, head_dim, 1, partial(_rms_norm, head_dim)),
         "rms_norm_every_other_head": partial(_over_heads, size, head_dim, 2, partial(_rms_norm, head_dim)),
         "gate_every_other_head": partial(_gate_heads, size, head_dim),
-        "rotate": partial(_rotate, size, head_dim, turned or head_dim),
+        "rotate": partial(_rotate, size, head_dim, turned or head_dim, _turn_halves),
+        "rotate_pairs": partial(_rotate, size, head_dim, turned or head_dim, _turn_pairs),
         DELTA_GATES[0]: partial(_decay, size),
         DELTA_GATES[1]: partial(_sigmoid, size),
         "sigmoid_scale": partial(_sigmoid_scale, size),
@@ -259,6 +117,7 @@ def _define(
         "multiply": partial(_each, size, lambda _, x, other: x * other),
         "divide": partial(_each, size, lambda _, x, other: x / other),
         "softplus": partial(_each, size, lambda code, x, other: softplus(code, x + other)),
+        "soft_cap": partial(_each, size, soft_capped),
         # These keep what is no number.
         "at_least": partial(_each, size, lambda _, x, other: other.at_least(x)),
         "at_most": partial(_each, size, lambda _, x, other: other.at_most(x)),
@@ -372,16 +231,33 @@ def _each(size: int, combine: Callable[[Code, Vector, Vector], Vector], row: _Ro
         row.store(value, row.output + at)
 
 
-def _rotate(heads: int, head_dim: int, turned: int, row: _Row) -> None:
-    code, half = row.code, turned // 2 * row.size
+def _rotate(heads: int, head_dim: int, turned: int, turn: Callable[[int, _Row], None], row: _Row) -> None:
+    code = row.code
     with code.loop(0, code.integer(heads)) as head:
         start = head * (head_dim * row.size)
-        with code.loop(0, code.integer(half), MAX_LANES * row.size) as place:
-            low, high = row.load(row.x + start + place), row.load(row.x + start + place + half)
-            for own, partner, at in ((low, high, place), (high, low, place + half)):
-                cos, sin = row.load(row.other + at), row.load(row.other + at + 2 * half)
-                row.store(own * cos + partner * sin, row.output + start + at)
+        turn(turned, replace(row, x=row.x + start, output=row.output + start))
         if turned < head_dim:
             end = code.integer(head_dim * row.size)
             with code.loop(turned * row.size, end, MAX_LANES * row.size) as place:
                 row.store(row.load(row.x + start + place), row.output + start + place)
+
+
+def _turn_halves(turned: int, head: _Row) -> None:
+    """Turn the first half of some numbers with the second half."""
+    half = turned // 2 * head.size
+    with head.code.loop(0, head.code.integer(half), MAX_LANES * head.size) as place:
+        low, high = head.load(head.x + place), head.load(head.x + place + half)
+        for own, partner, at in ((low, high, place), (high, low, place + half)):
+            cos, sin = head.load(head.other + at), head.load(head.other + at + 2 * half)
+            head.store(own * cos + partner * sin, head.output + at)
+
+
+def _turn_pairs(turned: int, head: _Row) -> None:
+    """Turn each number with its neighbour."""
+    b, end = head.code.builder, turned * head.size
+    swapped = ir.VectorType(ir.IntType(32), MAX_LANES)([lane ^ 1 for lane in range(MAX_LANES)])
+    with head.code.loop(0, head.code.integer(end), MAX_LANES * head.size) as place:
+        own = head.load(head.x + place)
+        partner = Vector(b, b.shuffle_vector(own.ir, own.ir, swapped))
+        cos, sin = head.load(head.other + place), head.load(head.other + place + end)
+        head.store(own * cos + partner * sin, head.output + place)

@@ -128,6 +128,11 @@ def gelu_gated(code: Code, gate: Vector, other: Vector) -> Vector:
     return gate * splat(0.5) * (splat(1.0) + tanh(code, inner * cubed)) * other
 
 
+def soft_capped(code: Code, x: Vector, cap: Vector) -> Vector:
+    """Return cap * tanh(x / cap)."""
+    return tanh(code, x / cap) * cap
+
+
 def clamped_gated(alpha: float, limit: float, code: Code, gate: Vector, other: Vector) -> Vector:
     """Return the gate of gpt-oss's experts: of numbers cut at `limit`, sigmoid(alpha * gate) * gate * (other + 1). What is
     no number stays so."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbengine.kernels.cpu.codegen import Element
-from nbengine.kernels.cpu.row_functions import (
+from nbengine.kernels.cpu.row_calls import (
     CpuDeltaGates,
     CpuGate,
     CpuGroupNorm,
@@ -17,10 +17,11 @@ from nbengine.kernels.cpu.row_functions import (
     CpuRMSNorm,
     CpuRotation,
     CpuSigmoidScale,
+    CpuSoftCap,
     CpuSoftplus,
     RowFunction,
-    compile_rows,
 )
+from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.row_kernels import select_gate, select_rms_norm, select_rotation
 from tests.support.thorough import amount
 
@@ -200,6 +201,37 @@ def test_softplus_of_a_sum_is_exact_to_some_places(rows: int, size: int, seed: i
     torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-36)
     x[0] = torch.nan
     assert CpuSoftplus(size)(x, added)[0].isnan().all()
+
+
+@settings(max_examples=amount(12, thorough=800))
+@given(rows=st.integers(1, 20), size=st.integers(1, 200), cap=st.floats(0.5, 60), seed=st.integers(0, 10**9))
+def test_a_soft_cap_is_exact_to_some_places(rows: int, size: int, cap: float, seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    spread = torch.tensor([0.1, 3, 400])[torch.randint(3, (rows, 1), generator=chance)]
+    x = torch.randn(rows, size, generator=chance) * spread
+    expected = (x.double() / cap).tanh() * cap
+    found = CpuSoftCap(size, cap)(x.clone())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-30)
+    x[0], x[-1, -1] = torch.nan, torch.inf
+    found = CpuSoftCap(size, cap)(x)
+    assert found[0].isnan().all() if rows > 1 else found[0, :-1].isnan().all()
+    assert found[-1, -1].item() == pytest.approx(cap, rel=1e-6)
+
+
+@settings(max_examples=amount(12, thorough=800))
+@given(
+    rows=st.integers(1, 20), heads=st.integers(1, 4), kept=st.sampled_from([0, 16]), seed=st.integers(0, 99)
+)
+def test_neighbours_are_turned_as_torch_does(rows: int, heads: int, kept: int, seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    x, angles = torch.randn(rows, heads, 32 + kept, generator=chance), torch.randn(rows, 2, 1, 32)
+    output = torch.empty_like(x)
+    function = compile_rows("rotate_pairs", heads, Element.FLOAT32, 32 + kept, turned=32)
+    RowFunction(function).run(x, output, angles.data_ptr(), 2 * 32 * 4)
+    turned, rest = x.split((32, kept), dim=2)
+    partner = turned.unflatten(2, (16, 2)).flip(-1).flatten(2)
+    expected = turned * angles[:, 0] + partner * angles[:, 1]
+    assert torch.equal(output, torch.cat((expected, rest), dim=2))
 
 
 @settings(max_examples=amount(12, thorough=800))

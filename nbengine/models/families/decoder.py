@@ -12,6 +12,7 @@ from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.distributed.layout import RankLayout
 from nbengine.errors import NBEngineError
 from nbengine.kernels.dispatch import select_expert_kernels
+from nbengine.kernels.row_kernels import select_soft_cap
 from nbengine.kernels.step_metadata import StepMetadata
 from nbengine.kv_cache.specs import make_groups
 from nbengine.models.configs.decoder_config import ACTIVATIONS, DecoderConfig
@@ -115,6 +116,7 @@ class DecoderForCausalLM:
         self.norm: Norm | None = None
         self._prepared = PreparedSteps(self) if PreparedSteps.covers(self) else None
         self.lm_head: ParallelLMHead | None = None
+        self._soft_cap: Callable[[Tensor], Tensor] | None = None
         if parallel.layout.is_first_stage:
             self.embed_tokens = self._vocabulary_rows(_EMBEDDING, place, parallel)
         if parallel.layout.is_last_stage:
@@ -122,6 +124,9 @@ class DecoderForCausalLM:
             if not config.num_labels:
                 tied = self.embed_tokens if config.tie_word_embeddings else None
                 name = _EMBEDDING if config.tie_word_embeddings else _LM_HEAD
+                cap = config.logits_soft_cap
+                if cap is not None and place.is_wide:
+                    self._soft_cap = select_soft_cap(device, self.hidden_dtype, config.vocab_size, cap)
                 self.lm_head = ParallelLMHead(tied or self._vocabulary_rows(name, place, parallel), parallel)
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -213,6 +218,8 @@ class DecoderForCausalLM:
         logits = self.lm_head(hidden)
         if self.config.logits_divisor != 1:
             logits.div_(self.config.logits_divisor)
+        if self._soft_cap is not None:
+            return self._soft_cap(logits)
         cap = self.config.logits_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -26,7 +26,7 @@ from nbengine.models.sharding import ExpertShard
 
 if TYPE_CHECKING:
     from nbengine.kernels.cpu.routing import CpuRouting
-    from nbengine.kernels.cpu.row_functions import CpuSigmoidScale
+    from nbengine.kernels.cpu.row_calls import CpuSigmoidScale
 
 PROJECTIONS = (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1))
 """An expert's matrices, and the dimension along which each has the inner features."""

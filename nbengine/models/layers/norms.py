@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState
+from nbengine.kernels.row_kernels import select_rms_norm
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.layers.basic import LayerNorm, RMSNorm
 from nbengine.models.layers.weights import Place, Slots, WeightSlot
@@ -49,7 +50,7 @@ class WholeHeadsNorm:
     The ranks add up the squares of their heads; of `shared` ranks with the same heads each gives a part.
     """
 
-    __slots__ = ("_all_reduce", "_full_size", "_shared", "_start", "eps", "weight")
+    __slots__ = ("_all_reduce", "_compiled", "_full_size", "_shared", "_start", "eps", "weight")
 
     def __init__(
         self,
@@ -66,10 +67,20 @@ class WholeHeadsNorm:
         self._full_size, self._start = full_size, start
         self._shared = size * parallel.layout.tp_size // full_size
         self._all_reduce = parallel.tp.all_reduce if parallel.layout.tp_size > 1 else None
+        self._compiled = None
+        if place.is_wide and self._all_reduce is None:
+            self._compiled = select_rms_norm(self.weight, eps, place.hidden_dtype)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether it is a function of rows: one rank has all heads, and the numbers are float32."""
+        return self._compiled is not None
 
     def __call__(self, heads: Tensor) -> Tensor:
         """Normalise heads [T, heads, head_dim] of one token together."""
         x = heads.flatten(1)
+        if self._compiled is not None:
+            return self._compiled(x).view(heads.shape)
         if self._all_reduce is None:
             return F.rms_norm(x, (self._full_size,), self.weight, self.eps).view(heads.shape)
         wide = x.float()

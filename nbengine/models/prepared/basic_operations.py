@@ -10,13 +10,14 @@ from torch import Tensor
 from nbengine.distributed.communicator import RankOperations
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.dense import CpuDense
+from nbengine.kernels.cpu.norm_rounding import NormRoundArguments, compile_norm_round
 from nbengine.kernels.cpu.products import ProductArguments, compile_multiply, compile_round_rows
-from nbengine.kernels.cpu.row_functions import compile_rows
+from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME, compile_rows
 from nbengine.kernels.quantized import SPAN
 from nbengine.models.layers.basic import Linear, MergedLinear, RMSNorm
 from nbengine.models.layers.weights import DenseWeight, PackedWeight, Weight
 from nbengine.models.prepared.buffers import StepBuffers
-from nbengine.models.prepared.products import aligned, product_arguments, row_bytes
+from nbengine.models.prepared.products import aligned, are_packed, product_arguments, row_bytes
 from nbengine.models.prepared.rows import Operation, row_operation
 
 
@@ -28,6 +29,10 @@ class BasicOperations:
         self._buffers = buffers
         self._ranks = ranks
         self._num_threads = torch.get_num_threads()
+        self._input = buffers.normed
+        """The rows from which a block begins, where some of its weights are dense."""
+        self._is_pending = False
+        """True while the output of the block before is still to be added to the residual stream."""
 
     def _multiply(
         self, linear: Linear, target: Tensor, source: Tensor, records: Tensor | None = None
@@ -37,12 +42,12 @@ class BasicOperations:
         self._product(linear.weight, target, source, records, linear.bias)
 
     def _multiply_merged(self, merged: MergedLinear, target: Tensor) -> None:
-        """Multiply the normalised rows."""
-        buffers, first = self._buffers, 0
+        """Multiply the input of a block."""
+        first = 0
         for _, weight in merged.runs:
             own = target[:, first : first + weight.shape[0]]
             bias = merged.bias if len(merged.runs) == 1 else None
-            self._product(weight, own, buffers.normed, buffers.records, bias)
+            self._product(weight, own, self._input, self._buffers.records, bias)
             first += weight.shape[0]
         if merged.bias is not None and len(merged.runs) > 1:
             self._add(target[:, :first], merged.bias, repeats=True)
@@ -101,3 +106,44 @@ class BasicOperations:
     def _sum_over_ranks(self, x: Tensor) -> None:
         if self._ranks is not None:
             self.operations.append(Operation(*self._ranks.sum_rows(x)))
+
+    def _add_norm_round(
+        self, norm: RMSNorm | None, weights: Sequence[Weight], *, has_experts: bool = False
+    ) -> None:
+        """Add what is pending to the residual stream, and normalise it: to `records` for quantised weights, those of
+        experts among them, and to the block's input for dense ones. Without a norm that is the stream itself."""
+        buffers = self._buffers
+        if norm is not None and are_packed(weights):
+            self._add_norm_and_round(norm)
+            return
+        self._add_pending()
+        self._input = buffers.x
+        if norm is not None:
+            self._input = buffers.normed
+            self._normalise(norm, buffers.x, buffers.normed)
+        if has_experts:
+            self._round(self._input)
+        else:
+            self._round_for(weights, self._input)
+        self._is_pending = True
+
+    def _add_pending(self) -> None:
+        if self._is_pending:
+            self._add(self._buffers.x, self._buffers.out, repeats=False)
+        self._is_pending = False
+
+    def _add_norm_and_round(self, norm: RMSNorm) -> None:
+        buffers = self._buffers
+        arguments = NormRoundArguments(
+            x=buffers.x.data_ptr(),
+            x_stride=row_bytes(buffers.x),
+            added=buffers.out.data_ptr(),
+            added_stride=row_bytes(buffers.out),
+            weight=norm.weight.data_ptr(),
+            records=buffers.records.data_ptr(),
+            record_stride=row_bytes(buffers.records),
+            eps=norm.eps,
+        )
+        function = compile_norm_round(norm.shape[0], adds=self._is_pending)
+        self.operations.append(Operation(function, arguments, ROWS_AT_A_TIME))
+        self._is_pending = True

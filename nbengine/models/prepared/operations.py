@@ -17,36 +17,39 @@ from nbengine.kernels.cpu.draw import DrawArguments, compile_draw, scratch_bytes
 from nbengine.kernels.cpu.largest import PARTS, LargestArguments, compile_largest
 from nbengine.kernels.cpu.layout import AttentionArguments, Span
 from nbengine.kernels.cpu.next_step import NextStepArguments, compile_next_step
-from nbengine.kernels.cpu.norm_rounding import NormRoundArguments, compile_norm_round
 from nbengine.kernels.cpu.products import compile_gated
 from nbengine.kernels.cpu.recurrent_layout import RecurrentArguments
-from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME, compile_rows
+from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.cpu.taken_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.write_kv import TOKENS_PER_ITEM, WriteArguments
 from nbengine.kernels.quantized import LANES
+from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.layers.attention import Attention
-from nbengine.models.layers.basic import Linear, MergedLinear, RMSNorm
+from nbengine.models.layers.basic import MergedLinear, RMSNorm
+from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SharedExpert, SparseMoeBlock
+from nbengine.models.layers.norms import WholeHeadsNorm
 from nbengine.models.layers.parallel_layers import VocabParallelEmbedding
 from nbengine.models.layers.weights import DenseWeight, PackedWeight, Weight
 from nbengine.models.prepared.basic_operations import BasicOperations
 from nbengine.models.prepared.buffers import StepBuffers
 from nbengine.models.prepared.experts import ExpertBuffers, ExpertOperations
-from nbengine.models.prepared.products import are_packed, gated_arguments, row_bytes
+from nbengine.models.prepared.products import gated_arguments, row_bytes
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, mixing
 from nbengine.models.prepared.rows import Operation, row_operation
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of one layer: its functions and options, the group of layers with which it shares a plan, and
-    the table of its rotary embedding; None: it has none."""
+    """The attention of one layer: its functions and options, the group of layers with which it shares a plan, the
+    table of its rotary embedding (None: it has none), and the name of the function of rows that turns heads."""
 
     functions: AttentionFunctions
     options: AttentionOptions
     group: int
     angles: Tensor | None
+    turn: str
 
 
 class StepOperations(BasicOperations):
@@ -95,8 +98,6 @@ class StepOperations(BasicOperations):
         self._residual_scale = None
         if residual_scale != 1:
             self._residual_scale = torch.full((buffers.out.shape[1],), residual_scale)
-        self._is_pending = False
-        """True while the output of the block before is still to be added to the residual stream."""
 
     def add_plans(self, spans: Sequence[Span | None]) -> None:
         """Take in the step's batch, for each group of layers with what its rule is."""
@@ -136,22 +137,26 @@ class StepOperations(BasicOperations):
                 )
             )
 
-    def add_attention(
-        self, norm: RMSNorm, qkv: MergedLinear, head_norms: tuple[RMSNorm, RMSNorm] | None, o_proj: Linear
-    ) -> None:
+    def add_attention(self, norm: RMSNorm | None, attention: DecoderAttention) -> None:
         """Begin a layer: make the output of the attention block of the residual stream."""
         buffers, angles = self._buffers, self.attends.angles
+        qkv, o_proj = attention.qkv_proj, attention.o_proj
         self.layers.append(len(self.operations))
         self._add_norm_round(norm, weights_of(qkv))
         self._multiply_merged(qkv, buffers.qkv)
         source = buffers.qkv if self._query_parts == 1 else buffers.queries
-        if head_norms is not None:
-            self._normalise_heads(*head_norms, source)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            self._normalise_heads(attention.q_norm, attention.k_norm, source)
         size, rotated = self._head_dim, source
         if angles is not None:
             turned, rotated = self._heads + self._kv_heads, buffers.rotated
             rotate = compile_rows(
-                "rotate", turned, Element.FLOAT32, size, picked=True, turned=angles.shape[-1] % size
+                self.attends.turn,
+                turned,
+                Element.FLOAT32,
+                size,
+                picked=True,
+                turned=angles.shape[-1] % size,
             )
             self.operations.append(row_operation(rotate, source, angles, rotated, picks=self._positions))
         self._add_write(rotated)
@@ -165,7 +170,7 @@ class StepOperations(BasicOperations):
         self._multiply(o_proj, buffers.out, buffers.attended)
         self._sum_over_ranks(buffers.out)
 
-    def add_recurrent(self, norm: RMSNorm, mixer: PreparedMixer) -> None:
+    def add_recurrent(self, norm: RMSNorm | None, mixer: PreparedMixer) -> None:
         """Begin a layer: make the output of the recurrent block of the residual stream."""
         assert self._recurrent is not None
         self.layers.append(len(self.operations))
@@ -180,7 +185,7 @@ class StepOperations(BasicOperations):
         self._multiply(mixer.out_proj, self._buffers.out, mixed)
         self._sum_over_ranks(self._buffers.out)
 
-    def add_mlp(self, norm: RMSNorm, mlp: DecoderMLP) -> None:
+    def add_mlp(self, norm: RMSNorm | None, mlp: DecoderMLP) -> None:
         """Make the output of the feed-forward block of the residual stream."""
         self._add_norm_round(norm, weights_of(mlp.gate_up_proj))
         self._add_feed_forward(mlp, self._buffers.out)
@@ -199,7 +204,7 @@ class StepOperations(BasicOperations):
             self._round_for([mlp.down_proj.weight], gated, buffers.gated_records)
         self._multiply(mlp.down_proj, out, gated, buffers.gated_records)
 
-    def add_experts(self, norm: RMSNorm, block: SparseMoeBlock) -> None:
+    def add_experts(self, norm: RMSNorm | None, block: SparseMoeBlock) -> None:
         """Make the output of the block with experts of the residual stream."""
         assert self._experts is not None
         shared, buffers, weights = block.shared, self._buffers, [block.router.weight]
@@ -236,31 +241,28 @@ class StepOperations(BasicOperations):
             multiply = compile_rows("multiply", out.shape[1], Element.FLOAT32)
             self.operations.append(row_operation(multiply, out, self._residual_scale, out, repeats=True))
 
-    def add_norm(self, norm: RMSNorm) -> None:
-        """Normalise the residual stream after the last layer."""
-        self.add_residual()
-        self._normalise(norm, self._buffers.x, self._buffers.normed)
+    def add_norm(self, norm: RMSNorm | None) -> None:
+        """Add the last block's output to the residual stream, and normalise that, on the last stage."""
+        self._add_pending()
+        if norm is not None:
+            self._normalise(norm, self._buffers.x, self._buffers.normed)
 
-    def add_residual(self) -> None:
-        """Add the last block's output to the residual stream."""
-        self._add(self._buffers.x, self._buffers.out, repeats=False)
-        self._is_pending = False
-
-    def add_logits(self, weight: Weight, vocab_size: int, divisor: float) -> None:
+    def add_logits(self, weight: Weight, config: DecoderConfig) -> None:
         """Turn normalised rows into logits, and look for the largest of each row; `weight` are this rank's rows of
-        the output projection, whose outcome is divided."""
-        buffers, first = self._buffers, len(self.operations)
+        the output projection."""
+        buffers, first, vocab_size = self._buffers, len(self.operations), config.vocab_size
         self._round_for([weight], buffers.normed)
         self._product(weight, buffers.own_logits, buffers.normed, buffers.records)
         if self._ranks is not None:
             self.operations.append(Operation(*self._ranks.gather_rows(buffers.own_logits, buffers.logits)))
-        if divisor != 1:
-            divide = compile_rows("divide", vocab_size, Element.FLOAT32)
-            self.operations.append(
-                row_operation(
-                    divide, buffers.logits, torch.full((vocab_size,), divisor), buffers.logits, repeats=True
+        caps = [] if config.logits_soft_cap is None else [("soft_cap", config.logits_soft_cap)]
+        for name, number in [("divide", config.logits_divisor), *caps]:
+            if (name, number) != ("divide", 1):
+                numbers = torch.full((vocab_size,), number)
+                function = compile_rows(name, vocab_size, Element.FLOAT32)
+                self.operations.append(
+                    row_operation(function, buffers.logits, numbers, buffers.logits, repeats=True)
                 )
-            )
         for function, parts in zip(compile_largest(), (PARTS, 1), strict=True):
             arguments = LargestArguments(
                 parts=parts,
@@ -298,9 +300,17 @@ class StepOperations(BasicOperations):
         self.chosen = buffers.ids.data_ptr(), self._drawn.data_ptr()
         """The addresses of the tokens of the largest logits, and of those that are drawn where a row asks for it."""
 
-    def _normalise_heads(self, query: RMSNorm, key: RMSNorm, target: Tensor) -> None:
+    def _normalise_heads(
+        self, query: RMSNorm | WholeHeadsNorm, key: RMSNorm | WholeHeadsNorm, target: Tensor
+    ) -> None:
         """Normalise queries and keys; where queries lie beside their gates, bring them together in `target`."""
         source, size, parts = self._buffers.qkv, self._head_dim, self._query_parts
+        if isinstance(query, WholeHeadsNorm):
+            first = self._heads * size
+            for norm, x in ((query, target[:, :first]), (key, target[:, first:])):
+                function = compile_rows("rms_norm", len(norm.weight), Element.FLOAT32)
+                self.operations.append(row_operation(function, x, norm.weight, x, repeats=True, eps=norm.eps))
+            return
         name = "rms_norm_heads" if parts == 1 else "rms_norm_every_other_head"
         normalise = compile_rows(name, self._heads, Element.FLOAT32, size)
         self.operations.append(
@@ -310,34 +320,6 @@ class StepOperations(BasicOperations):
         first = self._heads * size
         keys, to = source[:, first * parts :], target[:, first:]
         self.operations.append(row_operation(normalise, keys, key.weight, to, repeats=True, eps=key.eps))
-
-    def _add_norm_round(self, norm: RMSNorm, weights: Sequence[Weight], *, has_experts: bool = False) -> None:
-        """Add what is pending to the residual stream, and normalise it: to `records` for quantised weights, those of
-        experts among them, and to `normed` for dense ones."""
-        buffers = self._buffers
-        if not are_packed(weights):
-            if self._is_pending:
-                self._add(buffers.x, buffers.out, repeats=False)
-            self._is_pending = True
-            self._normalise(norm, buffers.x, buffers.normed)
-            if has_experts:
-                self._round(buffers.normed)
-            else:
-                self._round_for(weights, buffers.normed)
-            return
-        arguments = NormRoundArguments(
-            x=buffers.x.data_ptr(),
-            x_stride=row_bytes(buffers.x),
-            added=buffers.out.data_ptr(),
-            added_stride=row_bytes(buffers.out),
-            weight=norm.weight.data_ptr(),
-            records=buffers.records.data_ptr(),
-            record_stride=row_bytes(buffers.records),
-            eps=norm.eps,
-        )
-        function = compile_norm_round(norm.shape[0], adds=self._is_pending)
-        self.operations.append(Operation(function, arguments, ROWS_AT_A_TIME))
-        self._is_pending = True
 
     def _add_write(self, rotated: Tensor) -> None:
         qkv = self._buffers.qkv

@@ -90,7 +90,7 @@ class StepProgram:
         self._hidden = buffers.x if model.norm is None else buffers.normed
         self._vocab_size = model.config.vocab_size
         if self._head is not None:
-            operations.add_logits(self._head, self._vocab_size, model.config.logits_divisor)
+            operations.add_logits(self._head, model.config)
         if goes_on(model):
             operations.add_passages(MOST_FURTHER_STEPS, self._vocab_size)
         self._program = Program(
@@ -270,6 +270,7 @@ def _attention_of(
             continue
         attention, rotary = layer.self_attn.attention, layer.self_attn.rotary
         options = attention.options
+        turn = "rotate_pairs" if model.config.rotary_interleaved else "rotate"
         group = groups.setdefault(
             (options.window, options.chunk, cache_group),
             AttentionGroup(len(groups), options, cache_group, layers=[]),
@@ -277,15 +278,12 @@ def _attention_of(
         group.layers.append(len(attends))
         functions = kernels.functions(attention.num_heads, attention.head_dim, kv_cache, options)
         angles = None if rotary is None else rotary.table
-        attends.append(LayerAttention(functions, options, group.number, angles))
+        attends.append(LayerAttention(functions, options, group.number, angles, turn))
     return list(groups.values()), attends
 
 
 def head_of(model: PreparedModel) -> Weight | None:
     """Return the output projection, if it is there and an operation's, and its outcome the logits."""
-    config = model.config
-    if config.logits_soft_cap is not None:
-        return None
     weight = None if model.lm_head is None else model.lm_head.rows.weight
     return weight if weight is not None and weight.is_operand else None
 
@@ -356,30 +354,22 @@ def _add_all(
     for layer in model.layers:
         mixer, mlp = layer.mixer, layer.mlp
         if isinstance(mixer, PreparedMixer):
-            operations.add_recurrent(_rms(layer.before_attention), mixer)
+            operations.add_recurrent(_norm(layer.before_attention), mixer)
         else:
             attention, operations.attends = layer.self_attn, next(rest)
-            norms = None
-            if attention.q_norm is not None and attention.k_norm is not None:
-                norms = _rms(attention.q_norm), _rms(attention.k_norm)
-            operations.add_attention(
-                _rms(layer.before_attention), attention.qkv_proj, norms, attention.o_proj
-            )
-        operations.end_block(None if layer.after_attention is None else _rms(layer.after_attention))
+            operations.add_attention(_norm(layer.before_attention), attention)
+        operations.end_block(_norm(layer.after_attention))
         if isinstance(mlp, DecoderMLP):
-            operations.add_mlp(_rms(layer.before_mlp), mlp)
+            operations.add_mlp(_norm(layer.before_mlp), mlp)
         else:
             assert isinstance(mlp, SparseMoeBlock)
-            operations.add_experts(_rms(layer.before_mlp), mlp)
-        operations.end_block(None if layer.after_mlp is None else _rms(layer.after_mlp))
-    if model.norm is None:
-        operations.add_residual()
-    else:
-        operations.add_norm(_rms(model.norm))
+            operations.add_experts(_norm(layer.before_mlp), mlp)
+        operations.end_block(_norm(layer.after_mlp))
+    operations.add_norm(_norm(model.norm))
     return embeds
 
 
-def _rms(norm: object) -> RMSNorm:
-    """Return a norm of a model that `PreparedSteps.covers`."""
-    assert isinstance(norm, RMSNorm)
+def _norm(norm: object) -> RMSNorm | None:
+    """Return a norm of a model that `PreparedSteps.covers`, if it is there."""
+    assert norm is None or isinstance(norm, RMSNorm)
     return norm

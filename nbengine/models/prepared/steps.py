@@ -18,7 +18,6 @@ from nbengine.kernels.quantized import LANES, SPAN
 from nbengine.kernels.step_metadata import StepMetadata
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.further_steps import FurtherSteps
-from nbengine.models.layers.basic import RMSNorm
 from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.decoder_layer import DecoderLayer
 from nbengine.models.layers.gated_convolution import GatedConvolution
@@ -26,6 +25,7 @@ from nbengine.models.layers.gated_delta_net import GatedDeltaNet
 from nbengine.models.layers.mamba2 import Mamba2Mixer
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SparseMoeBlock
+from nbengine.models.layers.norms import WholeHeadsNorm
 from nbengine.models.layers.weights import Weight
 from nbengine.models.step_output import StepOutput
 
@@ -60,7 +60,9 @@ class PreparedSteps:
             return False
         if not model.layers or not _is_plain(model.config):
             return False
-        if not all(map(_is_covered, model.layers)) or all(layer.is_recurrent for layer in model.layers):
+        if all(layer.is_recurrent for layer in model.layers):
+            return False
+        if not all(_is_covered(layer, model.config.hidden_size) for layer in model.layers):
             return False
         return model.layout.tp_size == 1 or model.tp.operations() is not None
 
@@ -125,22 +127,19 @@ def _is_plain(config: DecoderConfig) -> bool:
     """Return whether there is nothing around the blocks, nor in their norms and rotary embedding, that the
     operations do not do."""
     return (
-        not config.rotary_interleaved
-        and config.clip_qkv is None
-        and not (config.qk_norm_whole or config.turned_norm)
+        config.clip_qkv is None
+        and not config.turned_norm
         and config.query_growth is None
-        and None not in (config.norms.before_attention, config.norms.before_mlp)
         and config.norm_kind in ("rms", "rms_one")
     )
 
 
-def _is_covered(layer: DecoderLayer) -> bool:
+def _is_covered(layer: DecoderLayer, hidden_size: int) -> bool:
     mixer, mlp = layer.mixer, layer.mlp
     # A family may have layers of its own.
     if type(layer) is not DecoderLayer:
         return False
-    assert isinstance(layer.before_attention, RMSNorm)
-    needs = _Needs([layer.before_attention.shape[0]], [])
+    needs = _Needs([hidden_size], [])
     if type(mixer) is DecoderAttention:
         if not _is_attention_covered(mixer, needs):
             return False
@@ -164,7 +163,7 @@ def _is_covered(layer: DecoderLayer) -> bool:
             return False
         needs.sizes.append(mlp.size)
         needs.weights.extend([mlp.down_proj.weight, *(weight for _, weight in mlp.gate_up_proj.runs)])
-    elif not isinstance(mlp, SparseMoeBlock) or not _are_covered(mlp, needs):
+    elif not isinstance(mlp, SparseMoeBlock) or layer.before_mlp is None or not _are_covered(mlp, needs):
         return False
     return needs.are_met()
 
@@ -185,6 +184,9 @@ class _Needs:
 def _is_attention_covered(attention: DecoderAttention, needs: _Needs) -> bool:
     sinks = attention.attention.options.sinks
     if sinks is not None and not (sinks.dtype is torch.float32 and sinks.is_contiguous()):
+        return False
+    norms = [norm for norm in (attention.q_norm, attention.k_norm) if isinstance(norm, WholeHeadsNorm)]
+    if norms and (attention.is_gated or not all(norm.is_compiled for norm in norms)):
         return False
     # The norms of heads bring queries together where gates lie between them.
     if attention.is_gated and attention.q_norm is None:

@@ -88,8 +88,6 @@ class Batches:
         self.groups = make_groups(model.config.cache_rules())
         self.states_go_on = False
         """Tell whether each request's state is in its own slot, and nothing of it is kept."""
-        self.has_logits = True
-        """Tell whether prepared steps make logits, if they are few."""
         self.chance = torch.Generator().manual_seed(7)
         heads = (model.shard.num_kv_heads, BLOCK_SIZE, model.config.head_dim)
         tokens = (NUM_BLOCKS * BLOCK_SIZE, heads[0], heads[2])
@@ -216,7 +214,7 @@ def assert_same_bits(
     assert all(map(is_same, caches, expected_caches))
     assert expected.logits is None
     assert not output.hidden.isnan().any()
-    if queries is not None or len(lengths) > MOST_LOGITS or not batches.has_logits:
+    if queries is not None or len(lengths) > MOST_LOGITS:
         assert output.logits is None
         return
     with torch.inference_mode():
