@@ -50,7 +50,7 @@ def resolve_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: tor
     """Return the dtype of dense weights.
 
     "auto" is the checkpoint's own type for safetensors, and for GGUF files, whose blocks have none, the
-    16-bit type that the device computes fast, else float32. A type for which the device has no fast products
+    16-bit type that the device computes fast, or that of all matrices without blocks, else float32. A type for which the device has no fast products
     gives way: bfloat16 to float16 on older GPUs, and on the CPU float16 to float32 (exactly), unless all products
     take such weights as they are.
 
@@ -61,7 +61,8 @@ def resolve_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: tor
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     if any(path.lower().endswith(".gguf") for path in config.weights):
-        return _fast_dtype(device)
+        fast = _fast_dtype(device)
+        return fast if fast is not torch.float32 else _stored_dtype(config, hf_config, device)
     stated = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     dtype = _DTYPES.get(str(stated).removeprefix("torch."))
     if dtype is None:
@@ -252,6 +253,21 @@ def weights_bytes_of(
         .build(config, dtype=dtype, device=nowhere, max_positions=1, parallel=parallel, packed=packed)
         .weights_bytes
     )
+
+
+def _stored_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    """Return the 16-bit type of all of a GGUF file's matrices that do not stay quantised, if products take them as they
+    are, else float32."""
+    # Other models do without the package that knows the types.
+    from nbengine.models.checkpoints.gguf_loader import dense_types
+
+    types = set().union(*(dense_types(Path(path)) for path in config.weights))
+    if types == {"F16"} and _takes_float16(hf_config, device):
+        return torch.float16
+    products = select_dense(device, torch.bfloat16)
+    if types == {"BF16"} and products is not None and products.are_compiled:
+        return torch.bfloat16
+    return torch.float32
 
 
 def _takes_float16(hf_config: Mapping[str, Any], device: torch.device) -> bool:

@@ -33,6 +33,16 @@ _PIECE_BYTES = 1 << 20
 """Bytes of a file that a thread reads and packs at a time."""
 
 
+def dense_types(path: Path) -> set[str]:
+    """Return the names of the types of a file's matrices that do not stay quantised.
+
+    Raises:
+        ModelLoadError: the file is corrupt.
+    """
+    tensors = read_header(path).tensors.values()
+    return {each.type.name for each in tensors if len(each.shape) > 1 and format_of(each.type) is None}
+
+
 class GGUFWeights:
     """The tensors of one GGUF file under Hugging Face's names.
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from gguf import GGMLQuantizationType as Kind
 
 from nbengine.config import ModelConfig
 from nbengine.errors import InvalidArgumentError, ModelLoadError
 from nbengine.kernels.torch.dense import TiledProducts
 from nbengine.models import loading
+from nbengine.models.checkpoints.gguf import read_header
+from nbengine.models.checkpoints.gguf_config import hf_config
 from nbengine.models.configs.hf_config import (
     eos_token_ids,
     load_generation_config,
@@ -256,16 +260,50 @@ CPU_INFO = [
 ]
 
 
+@pytest.fixture
+def gguf_of(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> Callable[..., tuple[ModelConfig, dict[str, Any]]]:
+    def make(kind: Kind, dense: str = "no matrix") -> tuple[ModelConfig, dict[str, Any]]:
+        variant = gguf_variant(arch="llama", weight_type=kind, dense=dense)
+        path = write_gguf(tmp_path / "model.gguf", random_model("Llama", hidden_size=64), variant)
+        return ModelConfig(weights=(str(path),)), hf_config(read_header(path))
+
+    return make
+
+
 @pytest.mark.parametrize(("cpu_info", "expected"), CPU_INFO)
 def test_dtype_auto_of_a_gguf_is_what_the_cpu_multiplies_fast(
-    cpu_info: str, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpu_info: str, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf_of: Any
 ) -> None:
     path = tmp_path / "cpuinfo"
     monkeypatch.setattr(loading, "_CPU_INFO", path)
-    gguf = ModelConfig(weights=("model.gguf",))
-    assert resolve_dtype(gguf, {}, CPU) is torch.float32
+    gguf = gguf_of(Kind.Q4_0)
+    assert resolve_dtype(*gguf, CPU) is torch.float32
     path.write_text(f"processor\t: 0\n{cpu_info}\n")
-    assert resolve_dtype(gguf, {}, CPU) is expected
+    assert resolve_dtype(*gguf, CPU) is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "dense", "expected"),
+    [
+        (Kind.F16, "no matrix", torch.float16),
+        (Kind.BF16, "no matrix", torch.bfloat16),
+        (Kind.F32, "no matrix", torch.float32),
+        (Kind.F16, "o_proj", torch.float32),
+        (Kind.Q8_0, "no matrix", torch.float32),
+    ],
+)
+def test_a_gguf_keeps_its_16_bits_where_none_are_multiplied_fast(
+    kind: Kind, dense: str, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch, gguf_of: Any
+) -> None:
+    monkeypatch.setattr(loading, "cpu_has_bf16_products", lambda: False)
+    gguf = gguf_of(kind, dense)
+    assert resolve_dtype(*gguf, CPU) is expected
+    monkeypatch.setattr(loading, "select_dense", lambda *_: TiledProducts())
+    assert resolve_dtype(*gguf, CPU) is torch.float32
+    monkeypatch.setattr(loading, "cpu_has_bf16_products", lambda: True)
+    assert resolve_dtype(*gguf, CPU) is torch.bfloat16
 
 
 @pytest.mark.parametrize(("supported", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
