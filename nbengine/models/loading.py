@@ -16,6 +16,7 @@ from nbengine.errors import InvalidArgumentError, ModelLoadError
 from nbengine.kernels.dense_kernels import select_dense
 from nbengine.kernels.dispatch import select_products, why_not_int8
 from nbengine.models.causal_model import CausalModel
+from nbengine.models.checkpoints.gguf_loader import dense_types
 from nbengine.models.checkpoints.loader import load_decoder, load_encoder, make_encoder, open_weights
 from nbengine.models.checkpoints.packed_store import PackedStore
 from nbengine.models.configs.decoder_config import DecoderConfig
@@ -258,9 +259,6 @@ def weights_bytes_of(
 def _stored_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
     """Return the 16-bit type of all of a GGUF file's matrices that do not stay quantised, if products take them as they
     are, else float32."""
-    # Other models do without the package that knows the types.
-    from nbengine.models.checkpoints.gguf_loader import dense_types
-
     types = set().union(*(dense_types(Path(path)) for path in config.weights))
     if types == {"F16"} and _takes_float16(hf_config, device):
         return torch.float16
