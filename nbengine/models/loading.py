@@ -50,10 +50,10 @@ def resolve_device(config: ModelConfig) -> torch.device:
 def resolve_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
     """Return the dtype of dense weights.
 
-    "auto" is the checkpoint's own type for safetensors, and for GGUF files, whose blocks have none, the
-    16-bit type that the device computes fast, or that of all matrices without blocks, else float32. A type for which the device has no fast products
-    gives way: bfloat16 to float16 on older GPUs, and on the CPU float16 to float32 (exactly), unless all products
-    take such weights as they are.
+    "auto" is the checkpoint's own type for safetensors. For GGUF files, whose blocks have none, it is the 16-bit type
+    that the device computes fast, else that of all matrices without blocks, else float32. A type for which the device
+    has no fast products gives way: bfloat16 to float16 on older GPUs, and on the CPU float16 to float32 (exactly),
+    unless all products take such weights as they are.
 
     Raises:
         ModelLoadError: config.json states a type that is not a floating-point type we know, or an architecture that is
@@ -68,7 +68,7 @@ def resolve_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: tor
     dtype = _DTYPES.get(str(stated).removeprefix("torch."))
     if dtype is None:
         raise ModelLoadError(f"config.json: dtype must be one of {', '.join(_DTYPES)}, got {stated!r}")
-    if device.type == "cpu" and dtype is torch.float16 and not _takes_float16(hf_config, device):
+    if device.type == "cpu" and dtype is torch.float16 and not _takes(dtype, hf_config, device):
         return torch.float32
     if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         return torch.float16
@@ -260,18 +260,17 @@ def _stored_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: tor
     """Return the 16-bit type of all of a GGUF file's matrices that do not stay quantised, if products take them as they
     are, else float32."""
     types = set().union(*(dense_types(Path(path)) for path in config.weights))
-    if types == {"F16"} and _takes_float16(hf_config, device):
-        return torch.float16
-    products = select_dense(device, torch.bfloat16)
-    if types == {"BF16"} and products is not None and products.are_compiled:
-        return torch.bfloat16
+    for name, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16)):
+        if types == {name} and _takes(dtype, hf_config, device):
+            return dtype
     return torch.float32
 
 
-def _takes_float16(hf_config: Mapping[str, Any], device: torch.device) -> bool:
-    """Return whether a model's products with weights of float16 round nothing else to it: activations may be beyond
-    its largest number. Those of dense experts, of encoders and of classes of transformers do."""
-    products = select_dense(device, torch.float16)
+def _takes(dtype: torch.dtype, hf_config: Mapping[str, Any], device: torch.device) -> bool:
+    """Return whether all products of a model are compiled ones that take weights of a 16-bit type as they are: those of
+    dense experts, of encoders and of classes of transformers compute in it, slowly on a CPU, and round activations to
+    it, which may be beyond the largest number of float16."""
+    products = select_dense(device, dtype)
     if products is None or not products.are_compiled or is_encoder(hf_config):
         return False
     config = decoder_config(hf_config)

@@ -11,7 +11,7 @@ from nbengine.models.causal_model import DecoderOptions
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.basic import Linear
-from nbengine.models.layers.weights import Place, WeightSlot
+from nbengine.models.layers.weights import ALL_DENSE, Place, WeightSlot
 
 
 class DecoderForSequenceClassification(DecoderForCausalLM):
@@ -26,7 +26,8 @@ class DecoderForSequenceClassification(DecoderForCausalLM):
         super().__init__(config, **options)
         self.score: Linear | None = None
         if self.layout.is_last_stage:
-            place = Place(self.dtype, self.device, memory=options.get("memory"))
+            packed = options.get("packed", ALL_DENSE)
+            place = Place(self.dtype, self.device, packed, memory=options.get("memory"))
             self.score = Linear(config.hidden_size, config.num_labels, bias=False, place=place)
 
     def classify(self, hidden: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ class DecoderForSequenceClassification(DecoderForCausalLM):
         """
         if self.score is None:
             raise NBEngineError(f"{self.layout}: prompts are classified on the last pipeline stage only")
-        return self.score(hidden.to(self.dtype))
+        return self.score(hidden.to(self.hidden_dtype))
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Return the places of the weights, under the names of Hugging Face checkpoints."""
