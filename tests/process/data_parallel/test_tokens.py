@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 from process_support.data_parallel_engines import TOPOLOGIES, Case
+from process_support.held_back import held_back
 from process_support.other_user import check_closed_to_strangers
 from process_support.tiny_models import VOCAB_SIZE, check_greedy_output
 
@@ -37,7 +38,7 @@ def greedy(number: int) -> SamplingParams:
     times."""
     return SamplingParams(
         temperature=0,
-        max_tokens=2 + number * 7 % 40,
+        max_tokens=14 + number * 7 % 44,
         ignore_eos=number % 2 == 0,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -100,11 +101,15 @@ async def test_tokens_are_the_same_with_uneven_load_preemption_prefix_hits_and_a
     asked = prompts(amount(20, thorough=32), seed=5)
     # Three in four ask the first, the others any.
     ranks = [0 if number % 4 else chooser.randrange(dp) for number in range(len(asked))]
-    left = [
-        asyncio.create_task(abandon(engine, ids, number % dp, chooser.randrange(1, 20)))
-        for number, ids in enumerate(prompts(8, seed=6))
-    ]
-    cold = await answers(engine, asked, ranks)
+    others = prompts(8, seed=6)
+    # Together they need more blocks than there are.
+    async with held_back(engine, len(asked) + len(others)):
+        left = [
+            asyncio.create_task(abandon(engine, ids, number % dp, chooser.randrange(1, 20)))
+            for number, ids in enumerate(others)
+        ]
+        asking = asyncio.create_task(answers(engine, asked, ranks))
+    cold = await asking
     await asyncio.gather(*left)
     check(case, asked, cold)
     before = (await engine.stats()).engines

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from process_support.held_back import held_back
 from process_support.other_user import check_closed_to_strangers
 from process_support.parallel_engines import OF_STAGES, OF_TENSORS, TOPOLOGIES, Case
 from process_support.tiny_models import VOCAB_SIZE, check_greedy, check_greedy_output, logits_of
@@ -81,8 +82,12 @@ async def test_greedy_tokens_of_32_requests_are_those_of_transformers(case: Case
 
     asked = [{"prompt_token_ids": ids} for ids in prompts(NUM_REQUESTS)]
     params = [greedy(number) for number in range(NUM_REQUESTS)]
-    left = [asyncio.create_task(abandon(ids)) for ids in prompts(8, seed=1)]
-    cold = await answers(engine, asked, params)
+    others = prompts(8, seed=1)
+    # Together they need more blocks than there are.
+    async with held_back(engine, len(asked) + len(others)):
+        left = [asyncio.create_task(abandon(ids)) for ids in others]
+        asking = asyncio.create_task(answers(engine, asked, params))
+    cold = await asking
     assert all(await asyncio.gather(*left))
     before = (await engine.stats()).engines[0]
     assert before.num_preemptions > 0
