@@ -120,11 +120,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 WITHOUT_EXPERTS = [name for name in MODELS if "moe" not in name and name != "gpt-oss"]
 
 
-@pytest.mark.parametrize(("name", "num_threads", "quantization"), in_turn(MODELS, [1, 3], ["int4", "int8"]))
+@pytest.mark.parametrize(
+    ("name", "num_threads", "asked"),
+    [
+        *in_turn(MODELS, [1, 3], [{"quantization": kind} for kind in ("int4", "int8")]),
+        *in_turn(WITHOUT_EXPERTS, [1, 3], [{"dtype": kind} for kind in (torch.bfloat16, torch.float16)]),
+    ],
+)
 def test_a_prepared_step_has_the_bits_of_the_eager_path(
     name: str,
     num_threads: int,
-    quantization: str,
+    asked: dict[str, Any],
     tmp_path: Path,
     load: Any,
     random_model: Any,
@@ -133,31 +139,10 @@ def test_a_prepared_step_has_the_bits_of_the_eager_path(
     threads(num_threads)
     kind, settings = MODELS[name]
     random_model(kind, **settings).save_pretrained(tmp_path)
-    model: DecoderForCausalLM = load(tmp_path, torch.bfloat16, quantization=quantization)
+    model: DecoderForCausalLM = load(tmp_path, **{"dtype": torch.bfloat16, **asked})
     assert model._prepared is not None
-    batches = Batches(model, torch.int8 if num_threads == 3 else None)
-    assert_same_bits_of_all_steps(batches)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_threads", "dtype"), in_turn(WITHOUT_EXPERTS, [1, 3], [torch.bfloat16, torch.float16])
-)
-def test_a_prepared_step_with_weights_of_16_bits_has_the_bits_of_the_eager_path(
-    name: str,
-    num_threads: int,
-    dtype: torch.dtype,
-    tmp_path: Path,
-    load: Any,
-    random_model: Any,
-    threads: Callable[[int], None],
-) -> None:
-    threads(num_threads)
-    kind, settings = MODELS[name]
-    random_model(kind, **settings).save_pretrained(tmp_path)
-    model: DecoderForCausalLM = load(tmp_path, dtype)
-    assert model._prepared is not None
-    batches = Batches(model)
-    assert_same_bits_of_all_steps(batches)
+    is_rounded = "quantization" in asked and num_threads == 3
+    assert_same_bits_of_all_steps(Batches(model, torch.int8 if is_rounded else None))
 
 
 def test_experts_of_16_bits_are_not_covered(tmp_path: Path, load: Any, random_model: Any) -> None:

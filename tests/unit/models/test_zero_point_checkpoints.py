@@ -22,10 +22,11 @@ from nbengine.errors import ModelLoadError
 from nbengine.kernels.quantized import dense
 from nbengine.models.checkpoints.files import resolve_model
 from nbengine.models.checkpoints.safetensors_loader import SafetensorsWeights
+from nbengine.models.configs.hf_config import load_hf_config
 from nbengine.models.configs.quantization_config import ZeroPoints, stored_quantization
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.weights import WeightSlot
-from nbengine.models.loading import load_model, packed_formats
+from nbengine.models.loading import load_model, packed_formats, resolve_dtype
 from tests.support.thorough import amount, combinations, in_turn
 from tests.unit.models.quantized_checkpoints import (
     DENSE_VARIANTS,
@@ -141,6 +142,24 @@ def test_float32_and_other_devices_have_dense_weights(tmp_path: Path, random_mod
     assert all(slot.form is None for slot in read(tmp_path, dtype="float32").weight_slots().values())
     config = resolve_model(ModelConfig(model=str(tmp_path), tokenizer="none"))
     assert packed_formats(config, torch.device("cuda")).formats == {}
+
+
+@pytest.mark.parametrize("name", ["awq 32", "gptq 4"])
+def test_what_is_not_quantised_has_the_16_bits_of_the_checkpoint(
+    name: str, tmp_path: Path, random_model: Any
+) -> None:
+    write_checkpoint(tmp_path, random_model("Llama", head_dim=32, hidden_size=128), ALL[name])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "float16"}))
+    config = resolve_model(ModelConfig(model=str(tmp_path), tokenizer="none"))
+    dtype = resolve_dtype(config, load_hf_config(config), CPU)
+    assert dtype is torch.float16
+    model = load_model(config, CPU, dtype)
+    assert isinstance(model, DecoderForCausalLM)
+    assert model.lm_head is not None
+    assert model.lm_head.rows.weight.tensor.dtype is torch.float16
+    assert model._prepared is not None
+    assert model._prepared.goes_on
 
 
 def test_the_tensors_of_a_matrix_may_lie_in_several_files(tmp_path: Path, random_model: Any) -> None:
