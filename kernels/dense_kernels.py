@@ -49,7 +49,7 @@ class DenseProducts(Protocol):
 
     def by_head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the rows x [T, heads, n] of each head times its matrix of weight [heads, n, m], [T, heads, m]; types
-        are as in `linear`."""
+        are as in `linear`, but compiled products do not round x."""
 
 
 @cache

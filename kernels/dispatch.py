@@ -306,6 +306,37 @@ def select_routing(
     return CpuRouting(experts, per_token, renormalize=renormalize)
 
 
+def select_grouped_routing(
+    device: torch.device,
+    hidden_size: int,
+    experts: int,
+    per_token: int,
+    *,
+    renormalize: bool,
+    is_sigmoid: bool,
+    correction: torch.Tensor | None,
+    groups: int,
+    chosen_groups: int,
+    factor: float,
+) -> CpuRouting | None:
+    """Return what `select_routing` does for experts in groups; see
+    `nbengine.kernels.cpu.grouped_routing.CpuGroupedRouting`."""
+    if not has_compiled_rows(device, torch.float32, hidden_size):
+        return None
+    from nbengine.kernels.cpu.grouped_routing import CpuGroupedRouting
+
+    return CpuGroupedRouting(
+        experts,
+        per_token,
+        renormalize=renormalize,
+        is_sigmoid=is_sigmoid,
+        correction=correction,
+        groups=groups,
+        chosen_groups=chosen_groups,
+        factor=factor,
+    )
+
+
 def select_sigmoid_scale(device: torch.device, size: int) -> CpuSigmoidScale | None:
     """Return what multiplies rows of float32 with sigmoid of a number each; None where plain torch has to do it."""
     if not has_compiled_rows(device, torch.float32, size):

@@ -47,21 +47,20 @@ class State:
     shape: AttentionShape
     base: Int
 
-    def query(self, row: Int) -> Int:
+    def query(self, row: Int | int) -> Int:
         return self.base + row * self.shape.row_bytes
 
-    def sums(self, row: Int) -> Int:
-        return self.query(row) + self.shape.rows * self.shape.row_bytes
+    def sums(self, row: Int | int) -> Int:
+        return self.query(self.shape.rows) + row * self.shape.sum_bytes
 
-    def maximum(self, row: Int) -> Int:
-        return self.base + 2 * self.shape.rows * self.shape.row_bytes + row * FLOAT
+    def maximum(self, row: Int | int) -> Int:
+        return self.sums(self.shape.rows) + row * FLOAT
 
-    def total(self, row: Int) -> Int:
+    def total(self, row: Int | int) -> Int:
         return self.maximum(row) + self.shape.rows * FLOAT
 
     def decay(self, tile_row: Int | int) -> Int:
-        offset = 2 * self.shape.rows * (self.shape.row_bytes + FLOAT)
-        return self.base + offset + tile_row * FLOAT
+        return self.total(self.shape.rows) + tile_row * FLOAT
 
     def growth(self, tile_row: Int | int) -> Int:
         return self.decay(self.shape.tile) + tile_row * FLOAT
@@ -72,7 +71,7 @@ class State:
     @staticmethod
     def nbytes(shape: AttentionShape) -> int:
         per_tile_row = (CHUNK + 2) * FLOAT
-        return 2 * shape.rows * (shape.row_bytes + FLOAT) + shape.tile * per_tile_row
+        return shape.rows * (shape.row_bytes + shape.sum_bytes + 2 * FLOAT) + shape.tile * per_tile_row
 
 
 def define_begin(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
@@ -93,7 +92,7 @@ def define_begin(module: ir.Module, shape: AttentionShape, name: str) -> ir.Func
             for column, lanes in shape.columns():
                 code.store(code.constant(0.0, lanes), state.query(row) + column * FLOAT)
         with code.loop(0, padded) as row:
-            for column, lanes in shape.columns():
+            for column, lanes in shape.value_columns():
                 code.store(code.constant(0.0, lanes), state.sums(row) + column * FLOAT)
             code.store(code.constant(LOWEST), state.maximum(row))
             code.store(code.constant(0.0), state.total(row))
@@ -117,8 +116,8 @@ def define_finish(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
                 factor = joined.shrink
                 total = joined_sum(factor, total, joined.growth, code.constant(1.0))
             inverse = factor / total
-            target = output + token * stride + head * shape.row_head_bytes
-            for column, lanes in shape.columns():
+            target = output + token * stride + head * shape.output_head_bytes
+            for column, lanes in shape.value_columns():
                 value = code.load(state.sums(row) + column * FLOAT, lanes) * inverse.splat(lanes)
                 code.store(value, target + column * shape.row_element.size, shape.row_element)
 
@@ -134,7 +133,7 @@ def define_park(module: ir.Module, shape: AttentionShape, name: str) -> ir.Funct
             record = partial + row * shape.record_bytes
             code.store(code.load(state.maximum(row)), record)
             code.store(code.load(state.total(row)), record + FLOAT)
-            for column, lanes in shape.columns():
+            for column, lanes in shape.value_columns():
                 value = code.load(state.sums(row) + column * FLOAT, lanes)
                 code.store(value, record + (2 + column) * FLOAT)
 
@@ -180,7 +179,8 @@ class _Row:
     @classmethod
     def empty(cls, code: Code, shape: AttentionShape) -> _Row:
         """Make the state that has seen nothing."""
-        sums = {column: code.accumulator(code.constant(0.0, lanes)) for column, lanes in shape.columns()}
+        columns = shape.value_columns()
+        sums = {column: code.accumulator(code.constant(0.0, lanes)) for column, lanes in columns}
         return cls(shape, code.accumulator(code.constant(LOWEST)), code.accumulator(code.constant(0.0)), sums)
 
     def join(self, code: Code, maximum: Vector, total: Vector, sums: Int | dict[int, Accumulator]) -> None:
@@ -188,7 +188,7 @@ class _Row:
         joined = joined_to(code, self.maximum.get(), maximum)
         self.maximum.set(joined.peak)
         self.total.set(joined_sum(joined.shrink, self.total.get(), joined.growth, total))
-        for column, lanes in self.shape.columns():
+        for column, lanes in self.shape.value_columns():
             more = code.load(sums + column * FLOAT, lanes) if isinstance(sums, Int) else sums[column].get()
             cell = self.sums[column]
             cell.set(joined_sum(joined.shrink.splat(lanes), cell.get(), joined.growth.splat(lanes), more))

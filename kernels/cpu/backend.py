@@ -1,38 +1,43 @@
-"""Attention and cache write on the CPU, compiled for this processor and for the model's shape."""
+"""Attention and cache write on the CPU, compiled for this processor and for the model's shape: over keys and values,
+and over latents."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numpy.typing import NDArray
 
 from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.attention_options import AttentionOptions
+from nbengine.kernels.cpu.attention_functions import (
+    AttentionFunctions,
+    AttentionKernels,
+    compile_attention,
+    compile_write_kv,
+    compile_write_latent,
+    latent_group,
+)
 from nbengine.kernels.cpu.codegen import Element
-from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
+from nbengine.kernels.cpu.jit import Function, host_processor
 from nbengine.kernels.cpu.layout import (
-    DECODE_PART,
-    MAX_TILE,
     PLAIN,
-    PREFILL_PART,
     AttentionArguments,
-    AttentionShape,
     Features,
 )
-from nbengine.kernels.cpu.paged_attention import define_attention
 from nbengine.kernels.cpu.plan import WorkList, decode_work, prefill_work
 from nbengine.kernels.cpu.threads import select_runner
-from nbengine.kernels.cpu.write_kv import TOKENS_PER_ITEM, WriteArguments, define_write_kv
+from nbengine.kernels.cpu.write_kv import (
+    TOKENS_PER_ITEM,
+    WriteArguments,
+)
 from nbengine.kernels.kv_cache import head_width
-from nbengine.kernels.torch.latent_attention import TorchLatent
+from nbengine.kernels.latent import LatentOptions
 
 ELEMENTS = {
     torch.float32: Element.FLOAT32,
@@ -42,8 +47,6 @@ ELEMENTS = {
 """The types in which rows are stored."""
 _CACHE_ELEMENTS = {**ELEMENTS, torch.int8: Element.INT8}
 
-_PREFILL_ROWS = 48
-_PREFILL_TILE = 6
 _ITEMS_FOR_THREADS = 4  # fewer items of a cache write are not worth waking the other threads
 LOG2_E = math.log2(math.e)
 """The factor of scores, whose powers are those of 2."""
@@ -52,57 +55,6 @@ LOG2_E = math.log2(math.e)
 def supports(dtype: torch.dtype) -> bool:
     """Return whether there are kernels for rows of type `dtype` on this processor."""
     return dtype in ELEMENTS and (dtype != torch.float16 or host_processor().converts_float16)
-
-
-@dataclass(frozen=True, eq=False)
-class _AttentionKernels:
-    decode_shape: AttentionShape
-    prefill_shape: AttentionShape
-    decode: Function
-    prefill: Function
-
-
-@cache
-def _compile_attention(
-    head_dim: int,
-    group: int,
-    block_size: int,
-    element: Element,
-    row_element: Element,
-    features: Features = PLAIN,
-) -> _AttentionKernels:
-    budget = host_processor().accumulators
-    tiles = range(1, min(MAX_TILE, budget) + 1)
-    decode_tile = min(tiles, key=lambda tile: (-(-group // tile) * tile, -tile))
-    kinds = (head_dim, group, block_size, element, row_element)
-    decode = AttentionShape(*kinds, decode_tile, 1, DECODE_PART, budget, features)
-    prefill_tokens = max(1, _PREFILL_ROWS // group)
-    prefill = AttentionShape(*kinds, _PREFILL_TILE, prefill_tokens, PREFILL_PART, budget, features)
-    functions = compile_module(_define_attention, ["decode", "prefill"], decode, prefill)
-    return _AttentionKernels(decode, prefill, *functions)
-
-
-def _define_attention(module: ir.Module, decode: AttentionShape, prefill: AttentionShape) -> None:
-    define_attention(module, "decode", decode)
-    define_attention(module, "prefill", prefill)
-
-
-@cache
-def _compile_write_kv(head_dim: int, block_size: int, element: Element, row_element: Element) -> Function:
-    (function,) = compile_module(define_write_kv, ["write_kv"], head_dim, block_size, element, row_element)
-    return function
-
-
-@dataclass(frozen=True)
-class AttentionFunctions:
-    """The function of `WriteArguments` that writes keys and values, and those of `AttentionArguments` that attend:
-    `decode` for requests of one token, `prefill` for others."""
-
-    write: Function
-    decode: Function
-    prefill: Function
-    decode_shape: AttentionShape
-    prefill_shape: AttentionShape
 
 
 @dataclass(frozen=True)
@@ -117,7 +69,7 @@ class _Launch:
 
 
 _Plan: TypeAlias = tuple[_Launch, ...]
-_Rule: TypeAlias = tuple[_AttentionKernels, int | None, int | None]
+_Rule: TypeAlias = tuple[AttentionKernels, int | None, int | None]
 """The key of a plan: the functions, and the sizes of window and chunks."""
 
 
@@ -149,7 +101,7 @@ def set_options(arguments: AttentionArguments, options: AttentionOptions, sinks:
     arguments.sinks = 0 if sinks is None else sinks.data_ptr()
 
 
-class CpuKernels(TorchLatent):
+class CpuKernels:
     """Kernels for a float32, bfloat16, float16 or int8 cache on the CPU; arithmetic and sums are float32.
 
     Queries, keys, values and results are of `hidden_dtype`, by default that of the cache (float32 if it is int8).
@@ -167,7 +119,7 @@ class CpuKernels(TorchLatent):
         self._elements = _CACHE_ELEMENTS[dtype], ELEMENTS[self._hidden_dtype]
         self._run = select_runner()
         self._write = WriteArguments()
-        self._attention: dict[tuple[int, int, int, Features], _AttentionKernels] = {}
+        self._attention: dict[tuple[int, int, int, Features, int], AttentionKernels] = {}
         self._partials: NDArray[np.float32] = np.empty(0, np.float32)
         self._arrivals: NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -183,7 +135,7 @@ class CpuKernels(TorchLatent):
         does."""
         features = PLAIN if options is None else Features.of(options)
         self._compiled(head_dim, num_heads // num_kv_heads, block_size, features)
-        _compile_write_kv(head_dim, block_size, *self._elements)
+        compile_write_kv(head_dim, block_size, *self._elements)
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -192,24 +144,30 @@ class CpuKernels(TorchLatent):
         head_dim = key.shape[2]
         kv_heads, block_size = self._check_cache(kv_cache, head_dim)
         key, value = self._rows(key, "key"), self._rows(value, "value")
+        arguments = self._write
+        arguments.kv_heads = kv_heads
+        arguments.value = value.data_ptr()
+        arguments.value_stride = value.stride(0) * self._hidden_dtype.itemsize
+        arguments.value_cache = kv_cache.data_ptr() + kv_cache.stride(0) * self._dtype.itemsize
+        function = compile_write_kv(head_dim, block_size, *self._elements)
+        self._write_rows(function, key, kv_cache, slot_mapping)
+
+    def _write_rows(
+        self, function: Function, rows: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write keys, or latents, with what else the arguments have."""
         if slot_mapping.dtype is not torch.int64 or not slot_mapping.is_contiguous():
             raise InvalidArgumentError("slot_mapping.dtype", slot_mapping.dtype, "int64, contiguous")
-        size, tokens = self._hidden_dtype.itemsize, slot_mapping.shape[0]
+        tokens, arguments = slot_mapping.shape[0], self._write
         items = -(-tokens // TOKENS_PER_ITEM)
-        arguments = self._write
         arguments.counter = 0
         arguments.items = items
         arguments.tokens = tokens
-        arguments.kv_heads = kv_heads
-        arguments.key = key.data_ptr()
-        arguments.key_stride = key.stride(0) * size
-        arguments.value = value.data_ptr()
-        arguments.value_stride = value.stride(0) * size
+        arguments.key = rows.data_ptr()
+        arguments.key_stride = rows.stride(0) * self._hidden_dtype.itemsize
         arguments.slots = slot_mapping.data_ptr()
         arguments.key_cache = kv_cache.data_ptr()
-        arguments.value_cache = kv_cache.data_ptr() + kv_cache.stride(0) * self._dtype.itemsize
         threads = torch.get_num_threads() if items >= _ITEMS_FOR_THREADS else 1
-        function = _compile_write_kv(head_dim, block_size, *self._elements)
         self._run(function, ctypes.addressof(arguments), threads)
 
     def paged_attention(
@@ -223,9 +181,23 @@ class CpuKernels(TorchLatent):
         head_dim = query.shape[2]
         kv_heads, block_size = self._check_cache(kv_cache, head_dim)
         query = self._rows(query, "query")
-        features = Features.of(options)
         group = query.shape[1] // kv_heads
-        compiled = self._compiled(head_dim, group, block_size, features)
+        compiled = self._compiled(head_dim, group, block_size, Features.of(options))
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self._attend(compiled, query, kv_cache, kv_heads, metadata, options, output)
+        return output
+
+    def _attend(
+        self,
+        compiled: AttentionKernels,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        kv_heads: int,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend with the plans of a rule, which are made for the first layer that asks."""
         plans = metadata.plan
         if not isinstance(plans, _Plans):
             plans = metadata.plan = _Plans()
@@ -235,7 +207,8 @@ class CpuKernels(TorchLatent):
                 metadata, compiled, kv_heads, options
             )
         sinks = None if options.sinks is None else sinks_for(options, query.shape[1])
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        # A cache of latents has one part, whose rows are keys and values.
+        values = 0 if compiled.decode_shape.rank else kv_cache.stride(0) * self._dtype.itemsize
         for launch in plan:
             arguments = launch.arguments
             arguments.counter = 0
@@ -243,12 +216,42 @@ class CpuKernels(TorchLatent):
             arguments.query_stride = query.stride(0) * self._hidden_dtype.itemsize
             arguments.output = output.data_ptr()
             arguments.key_cache = kv_cache.data_ptr()
-            arguments.value_cache = kv_cache.data_ptr() + kv_cache.stride(0) * self._dtype.itemsize
-            if features is PLAIN:
+            arguments.value_cache = kv_cache.data_ptr() + values
+            if compiled.decode_shape.features is PLAIN:
                 arguments.scale = options.scale * LOG2_E
             else:
                 set_options(arguments, options, sinks)
             self._run(launch.function, launch.address, launch.threads)
+
+    def warm_up_latent(self, num_heads: int, width: int, block_size: int, options: LatentOptions) -> None:
+        """See `nbengine.kernels.latent.LatentKernels.warm_up_latent`."""
+        self._compiled(width, latent_group(num_heads), block_size, PLAIN, options.rank)
+        compile_write_latent(width, *self._elements)
+
+    def write_latent(self, rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """See `nbengine.kernels.latent.LatentKernels.write_latent`."""
+        width = rows.shape[1]
+        self._check_cache(cache, width)
+        if rows.dtype is not self._hidden_dtype:
+            raise InvalidArgumentError("rows.dtype", rows.dtype, f"the model's, {self._hidden_dtype}")
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        self._write_rows(compile_write_latent(width, *self._elements), rows, cache, slot_mapping)
+
+    def latent_attention(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        options: LatentOptions,
+    ) -> torch.Tensor:
+        """See `nbengine.kernels.latent.LatentKernels.latent_attention`."""
+        count, heads, width = query.shape
+        _, block_size = self._check_cache(cache, width)
+        query, group = self._rows(query, "query"), latent_group(heads)
+        compiled = self._compiled(width, group, block_size, PLAIN, options.rank)
+        output = query.new_empty(count, heads, options.rank)
+        plain = AttentionOptions(options.scale)
+        self._attend(compiled, query, cache, heads // group, metadata, plain, output)
         return output
 
     def functions(
@@ -258,18 +261,33 @@ class CpuKernels(TorchLatent):
         kv_heads, block_size = self._check_cache(kv_cache, head_dim)
         features, group = Features.of(options), num_heads // kv_heads
         compiled = self._compiled(head_dim, group, block_size, features)
-        write = _compile_write_kv(head_dim, block_size, *self._elements)
+        write = compile_write_kv(head_dim, block_size, *self._elements)
         return AttentionFunctions(
             write, compiled.decode, compiled.prefill, compiled.decode_shape, compiled.prefill_shape
         )
 
-    def _compiled(self, head_dim: int, group: int, block_size: int, features: Features) -> _AttentionKernels:
-        """Return what `_compile_attention` gives for these kernels' types."""
-        shape = head_dim, group, block_size, features
+    def latent_functions(
+        self, num_heads: int, cache: torch.Tensor, options: LatentOptions
+    ) -> AttentionFunctions:
+        """Return the functions for layers with `num_heads` query heads and these options, and a layer's cache of
+        latents. Groups of `latent_group` query heads take the place of those that share a KV head."""
+        width = cache.shape[4]
+        _, block_size = self._check_cache(cache, width)
+        compiled = self._compiled(width, latent_group(num_heads), block_size, PLAIN, options.rank)
+        write = compile_write_latent(width, *self._elements)
+        return AttentionFunctions(
+            write, compiled.decode, compiled.prefill, compiled.decode_shape, compiled.prefill_shape
+        )
+
+    def _compiled(
+        self, head_dim: int, group: int, block_size: int, features: Features, rank: int = 0
+    ) -> AttentionKernels:
+        """Return what `compile_attention` gives for these kernels' types."""
+        shape = head_dim, group, block_size, features, rank
         compiled = self._attention.get(shape)
         if compiled is None:
-            kinds = head_dim, group, block_size, *self._elements, features
-            compiled = self._attention[shape] = _compile_attention(*kinds)
+            kinds = head_dim, group, block_size, *self._elements, features, rank
+            compiled = self._attention[shape] = compile_attention(*kinds)
         return compiled
 
     def _rows(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -291,7 +309,7 @@ class CpuKernels(TorchLatent):
     def _plan(
         self,
         metadata: AttentionMetadata,
-        compiled: _AttentionKernels,
+        compiled: AttentionKernels,
         kv_heads: int,
         options: AttentionOptions,
     ) -> _Plan:

@@ -25,10 +25,10 @@ from nbengine.kernels.cpu.dense_splits import define_splits, split_shapes
 from nbengine.kernels.cpu.dense_tiles import OUTPUTS, define_tiles, shapes_for
 from nbengine.kernels.cpu.dense_vectors import Block, multiply_vectors
 from nbengine.kernels.cpu.flags import address_of
+from nbengine.kernels.cpu.head_products import head_operation
 from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
 from nbengine.kernels.cpu.quantized import share_size
 from nbengine.kernels.cpu.threads import select_runner
-from nbengine.kernels.torch.dense import TiledProducts
 
 _FEW = 1 << 15
 """Numbers of a weight up to which the calling thread multiplies a few rows alone: to wake another takes as long."""
@@ -65,7 +65,6 @@ class CpuDense(threading.local):
         self._arguments = ctypes.create_string_buffer(ctypes.sizeof(DenseArguments))
         self._address = ctypes.addressof(self._arguments)
         self._fill = struct.Struct(f"{len(DenseArguments._fields_)}q").pack_into
-        self._tiled = TiledProducts()
         self._yield = address_of("sched_yield")
         self._kinds: dict[tuple[torch.dtype, torch.dtype], tuple[DenseKind, Function, int]] = {}
 
@@ -131,12 +130,15 @@ class CpuDense(threading.local):
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `nbengine.kernels.dense_kernels.DenseProducts.by_head`."""
-        if weight.stride(1) != 1 or not x.shape[1]:
-            # The rows of these matrices lie across memory, where torch's products in tiles read them.
-            return self._tiled.by_head(x, weight)
+        if x.stride(2) != 1:
+            x = x.contiguous()
+        if 1 not in weight.stride()[1:]:
+            weight = weight.contiguous()
         out = torch.empty(x.shape[0], x.shape[1], weight.shape[2], dtype=x.dtype)
-        for head, matrix in enumerate(weight.unbind()):
-            self.linear(x[:, head], matrix.t(), out=out[:, head])
+        if out.numel():
+            function, arguments = head_operation(x, weight, out)
+            threads = 1 if weight.numel() <= _FEW else torch.get_num_threads()
+            self._run(function, ctypes.addressof(arguments), threads)
         return out
 
     def operation(self, weight: Tensor, num_threads: int) -> tuple[Function, DenseArguments]:

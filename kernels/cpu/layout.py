@@ -97,7 +97,8 @@ class Work(IntEnum):
 class AttentionShape:
     """The shape for which a kernel is compiled: `tile` rows are computed at a time, items have at most
     `max_tokens` and cover at most `part` cached tokens. The cache holds `element`, queries and output
-    `row_element`."""
+    `row_element`. With a `rank` the cache is one of latents: a block has a key a token, [block_size, head_dim], which
+    all heads share, and the first `rank` numbers of a key are its value."""
 
     head_dim: int
     group: int
@@ -109,6 +110,12 @@ class AttentionShape:
     part: int
     accumulators: int
     features: Features = PLAIN
+    rank: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Return the numbers of a value."""
+        return self.rank or self.head_dim
 
     @property
     def fetches_ahead(self) -> bool:
@@ -134,7 +141,7 @@ class AttentionShape:
 
     @property
     def lanes(self) -> int:
-        """Return the number of tokens in a score vector."""
+        """Return the number of tokens in a score vector; those of latents come one at a time."""
         return min(MAX_LANES, self.block_size)
 
     @property
@@ -144,8 +151,13 @@ class AttentionShape:
 
     @property
     def row_head_bytes(self) -> int:
-        """Return the bytes of one head of a query or of the output."""
+        """Return the bytes of one head of a query."""
         return self.head_dim * self.row_element.size
+
+    @property
+    def output_head_bytes(self) -> int:
+        """Return the bytes of one head of the output."""
+        return self.value_dim * self.row_element.size
 
     @property
     def block_bytes(self) -> int:
@@ -159,13 +171,18 @@ class AttentionShape:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row in float32."""
+        """Return the bytes of one row of queries in float32."""
         return self.head_dim * FLOAT
+
+    @property
+    def sum_bytes(self) -> int:
+        """Return the bytes of one row of sums of values."""
+        return self.value_dim * FLOAT
 
     @property
     def record_bytes(self) -> int:
         """Return the bytes of one row of a partial result: maximum, total, sums."""
-        return self.row_bytes + 2 * FLOAT
+        return self.sum_bytes + 2 * FLOAT
 
     @property
     def partial_bytes(self) -> int:
@@ -173,8 +190,12 @@ class AttentionShape:
         return self.rows * self.record_bytes
 
     def columns(self) -> list[tuple[int, int]]:
-        """Cut a row into vectors, as (offset, lanes)."""
+        """Cut a query into vectors, as (offset, lanes)."""
         return vectors_of(self.head_dim)
+
+    def value_columns(self) -> list[tuple[int, int]]:
+        """Cut a value into vectors, as (offset, lanes)."""
+        return vectors_of(self.value_dim)
 
 
 def block_bytes(element: Element, head_dim: int, block_size: int) -> int:

@@ -1,7 +1,8 @@
 """Paged attention on the CPU, decode and prefill alike.
 
 Layout: the keys of a block are stored [head_dim, block_size], its values [block_size, head_dim], so that
-the lanes of a score vector are consecutive tokens and those of an output vector consecutive channels.
+the lanes of a score vector are consecutive tokens and those of an output vector consecutive channels. Latents are
+stored once, [block_size, head_dim], for both: the scores of their tokens are computed one at a time.
 
 A *work item* is a run of query tokens of one request against a range of its cache, for one KV head; its rows
 are the (token, query head) pairs, so that every key and value is read once for all heads of the group. Items
@@ -35,7 +36,7 @@ from nbengine.kernels.cpu.attention_state import (
     joined_sum,
     joined_to,
 )
-from nbengine.kernels.cpu.codegen import Code, Int, Vector, define
+from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Int, Vector, define
 from nbengine.kernels.cpu.layout import CHUNK, FLOAT, PLAIN, AttentionArguments, AttentionShape, Work
 from nbengine.kernels.cpu.scales import define_scale_weights, scale_at
 
@@ -106,6 +107,36 @@ def _define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
     return define(module, f"{name}_score", 8, body)
 
 
+def _define_score_of_latents(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """Define what `_define_score` does where key(t) is row t % block_size of its block."""
+    tile, block = shape.tile, shape.block_size
+    whole = shape.head_dim // MAX_LANES * MAX_LANES
+
+    def body(
+        code: Code, scores: Int, query: Int, keys: Int, _: Int, table: Int, stride: Int, start: Int, end: Int
+    ) -> None:
+        sums = [code.accumulator(code.constant(0.0, MAX_LANES)) for _ in range(tile)]
+        with code.loop(start, end) as token:
+            for cell in sums:
+                cell.set(code.constant(0.0, MAX_LANES))
+            number = code.load_int(table + token // block * 4, 4)
+            key = keys + number * stride + token % block * shape.head_bytes
+            with code.loop(0, code.integer(whole), MAX_LANES) as channel:
+                numbers = code.load(key + channel * shape.element.size, MAX_LANES, shape.element)
+                for r, cell in enumerate(sums):
+                    factor = code.load(query + channel * FLOAT + r * shape.row_bytes, MAX_LANES)
+                    cell.set(factor.times_plus(numbers, cell.get()))
+            for r, cell in enumerate(sums):
+                total, row = cell.get().reduce(Vector.__add__), query + r * shape.row_bytes
+                for column, lanes in shape.columns()[whole // MAX_LANES :]:
+                    numbers = code.load(key + column * shape.element.size, lanes, shape.element)
+                    product = numbers * code.load(row + column * FLOAT, lanes)
+                    total = total + product.reduce(Vector.__add__)
+                code.store(total, scores + (token - start) * FLOAT + r * (CHUNK * FLOAT))
+
+    return define(module, f"{name}_score", 8, body)
+
+
 def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
     """Define softmax(scores, count, visible, maximum, total, decay): turn a row of scores (base 2) of one chunk into
     weights.
@@ -165,8 +196,8 @@ def _define_accumulate(module: ir.Module, shape: AttentionShape, name: str) -> i
     value(t) is row t % block_size of the block at values + table[t // block_size] * stride, and growth is behind decay.
     """
     tile, block, element = shape.tile, shape.block_size, shape.element
-    step = max(1, shape.accumulators // tile)
-    parts = [shape.columns()[i : i + step] for i in range(0, len(shape.columns()), step)]
+    step, columns = max(1, shape.accumulators // tile), shape.value_columns()
+    parts = [columns[i : i + step] for i in range(0, len(columns), step)]
 
     def body(
         code: Code,
@@ -198,7 +229,7 @@ def _define_accumulate(module: ir.Module, shape: AttentionShape, name: str) -> i
             for r in range(tile):
                 shrink, growth = (code.load(decay + (r + behind) * FLOAT) for behind in (0, tile))
                 for column, lanes in part:
-                    place = sums + r * shape.row_bytes + column * FLOAT
+                    place = sums + r * shape.sum_bytes + column * FLOAT
                     old, chunk = code.load(place, lanes), cells[r, column].get()
                     code.store(joined_sum(shrink.splat(lanes), old, growth.splat(lanes), chunk), place)
 
@@ -214,7 +245,7 @@ def _define_visit(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
     `AttentionArguments`.
     """
     tile, features = shape.tile, shape.features
-    score = _define_score(module, shape, name)
+    score = (_define_score_of_latents if shape.rank else _define_score)(module, shape, name)
     softmax = _define_softmax(module, shape, name)
     scale_weights = define_scale_weights(module, shape, name) if shape.scales_at is not None else None
     accumulate = _define_accumulate(module, shape, name)
@@ -291,21 +322,24 @@ def define_attention(module: ir.Module, name: str, shape: AttentionShape) -> Non
         with code.tickets(counter, argument("items")) as ticket:
             head, item = ticket % kv_heads, argument("work") + ticket // kv_heads * (len(Work) * 4)
             tokens, parts = work(Work.TOKENS), work(Work.PARTS)
-            rows, head_offset = tokens * shape.group, head * (shape.group * shape.row_head_bytes)
+            rows, first_head = tokens * shape.group, head * shape.group
             query_stride = argument("query_stride")
-            output_stride = kv_heads * (shape.group * shape.row_head_bytes)
-            query = argument("query") + work(Work.FIRST_TOKEN) * query_stride + head_offset
-            output = argument("output") + work(Work.FIRST_TOKEN) * output_stride + head_offset
+            output_stride = kv_heads * (shape.group * shape.output_head_bytes)
+            query = argument("query") + work(Work.FIRST_TOKEN) * query_stride
+            query = query + first_head * shape.row_head_bytes
+            output = argument("output") + work(Work.FIRST_TOKEN) * output_stride
+            output = output + first_head * shape.output_head_bytes
+            kept_heads, kept_head = (code.integer(1), code.integer(0)) if shape.rank else (kv_heads, head)
             scale = arguments + AttentionArguments.scale.offset
             sinks = [sinks_of(code, shape, arguments, head)] if shape.features.has_sinks else []
             code.call(begin, state, query, query_stride, tokens, scale)
             code.call(
                 visit,
                 state,
-                argument("key_cache") + head * shape.block_bytes,
-                argument("value_cache") + head * shape.block_bytes,
+                argument("key_cache") + kept_head * shape.block_bytes,
+                argument("value_cache") + kept_head * shape.block_bytes,
                 argument("block_table") + work(Work.REQUEST) * argument("block_table_stride"),
-                kv_heads * shape.block_bytes,
+                kept_heads * shape.block_bytes,
                 work(Work.VISIBLE),
                 work(Work.KV_START),
                 work(Work.KV_END),

@@ -21,7 +21,7 @@ from nbengine.kernels.cpu.jit import Function, compile_module
 from nbengine.kernels.cpu.threads import select_runner
 
 _FLOAT, _WORD = 4, 8
-_TAKEN = -math.inf
+TAKEN = -math.inf
 """The number in the place of a score that has been chosen, and of those that are not there."""
 _ROWS = (4, 1)
 """The numbers of rows that are multiplied at a time."""
@@ -92,12 +92,19 @@ class CpuRouting:
         the scores [T, at least experts], and these experts, int64; of equals the first come first."""
         if scores.stride(0) != self.width:
             whole = scores.new_empty(len(scores), self.width)
-            whole[:, : self.experts] = scores
+            whole[:, : self.experts] = scores[:, : self.experts]
             scores = whole
         weights = scores.new_empty(len(scores), self.per_token)
         chosen = torch.empty(weights.shape, dtype=torch.int64)
+        function, arguments = self.operation(scores, weights, chosen)
+        arguments.items = len(scores)
+        self._call(function, arguments)
+        return weights, chosen
+
+    def operation(self, scores: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Function, ctypes.Structure]:
+        """Return the function that chooses, and its arguments but for the number of items, which are rows: `choose`
+        with scores [T, `width`], that are overwritten, and memory for its outcome."""
         arguments = ChooseArguments(
-            items=len(scores),
             experts=self.experts,
             per_token=self.per_token,
             renormalize=int(self.renormalize),
@@ -106,8 +113,7 @@ class CpuRouting:
             weights=weights.data_ptr(),
             chosen=chosen.data_ptr(),
         )
-        self._call(compile_choose(), arguments)
-        return weights, chosen
+        return compile_choose(), arguments
 
     def _call(self, function: Function, arguments: ctypes.Structure) -> None:
         self._run(function, ctypes.addressof(arguments), torch.get_num_threads())
@@ -173,7 +179,7 @@ def _scores(element: Element, code: Code, args: Int) -> None:
 
 
 @dataclass(frozen=True)
-class _Scores:
+class Scores:
     """A row of scores."""
 
     code: Code
@@ -181,17 +187,17 @@ class _Scores:
     experts: Int
 
     def over(self, body: Callable[[Int, Vector], None]) -> None:
-        """Emit `body(address, numbers)` for all vectors; numbers behind the last score are `_TAKEN`."""
+        """Emit `body(address, numbers)` for all vectors; numbers behind the last score are `TAKEN`."""
         with self.code.loop(0, self.experts, MAX_LANES) as first:
             numbers = self.code.load(self.row + first * _FLOAT, MAX_LANES)
             body(
                 self.row + first * _FLOAT,
-                self.code.mask_from(numbers, first, self.experts, _TAKEN),
+                self.code.mask_from(numbers, first, self.experts, TAKEN),
             )
 
     def largest(self) -> Vector:
         """Return the largest number that is one."""
-        peak = self.code.accumulator(self.code.constant(_TAKEN, MAX_LANES))
+        peak = self.code.accumulator(self.code.constant(TAKEN, MAX_LANES))
         self.over(lambda _, numbers: peak.set(numbers.at_least(peak.get())))
         return peak.get().reduce(Vector.at_least)
 
@@ -219,28 +225,28 @@ def _choose(code: Code, args: Int) -> None:
 
     experts, per_token, place = get("experts"), get("per_token"), code.stack(_WORD)
     with code.tickets(args + ChooseArguments.counter.offset, get("items")) as number:
-        scores = _Scores(code, get("scores") + number * get("stride"), experts)
+        scores = Scores(code, get("scores") + number * get("stride"), experts)
         weights = get("weights") + number * per_token * _FLOAT
         chosen = get("chosen") + number * per_token * _WORD
         peak = scores.largest()
         sums = code.accumulator(code.constant(0.0, MAX_LANES))
-        scores.over(lambda _, numbers: sums.set(sums.get() + _power(code, numbers, peak)))
+        scores.over(lambda _, numbers: sums.set(sums.get() + power(code, numbers, peak)))
         total = sums.get().reduce(Vector.__add__)
         kept = code.accumulator(code.constant(0.0))
         with code.loop(0, per_token) as nth:
             best = scores.largest()
             found = scores.place_of(best, place)
-            weight = _power(code, best, peak) / total
+            weight = power(code, best, peak) / total
             kept.set(kept.get() + weight)
             code.store(weight, weights + nth * _FLOAT)
             code.store_int(found, chosen + nth * _WORD)
-            code.store(code.constant(_TAKEN), scores.row + found * _FLOAT)
+            code.store(code.constant(TAKEN), scores.row + found * _FLOAT)
         with code.when(get("renormalize").compare("!=", 0)), code.loop(0, per_token) as nth:
             at = weights + nth * _FLOAT
             code.store(code.load(at) / kept.get(), at)
 
 
-def _power(code: Code, numbers: Vector, peak: Vector) -> Vector:
+def power(code: Code, numbers: Vector, peak: Vector) -> Vector:
     """Return the exponential function of how far numbers are from the largest."""
     lanes = numbers.lanes
     return code.exp2((numbers - peak.splat(lanes)) * code.constant(math.log2(math.e), lanes))

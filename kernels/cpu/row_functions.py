@@ -37,7 +37,7 @@ log one after the other as the other operand, and sigmoid(x)."""
 
 _WORD = 8
 
-Body = Callable[["_Row"], None]
+Body = Callable[["Row"], None]
 
 
 class RowArguments(ctypes.Structure):
@@ -103,13 +103,13 @@ def _define(
     module: ir.Module, name: str, size: int, element: Element, head_dim: int, picked: bool, turned: int
 ) -> None:
     bodies: dict[str, Body] = {
-        "rms_norm": partial(_rms_norm, size),
-        "rms_norm_groups": partial(_over_groups, size, head_dim, partial(_rms_norm, head_dim)),
-        "rms_norm_heads": partial(_over_heads, size, head_dim, 1, partial(_rms_norm, head_dim)),
-        "rms_norm_every_other_head": partial(_over_heads, size, head_dim, 2, partial(_rms_norm, head_dim)),
+        "rms_norm": partial(rms_norm, size),
+        "rms_norm_groups": partial(_over_groups, size, head_dim, partial(rms_norm, head_dim)),
+        "rms_norm_heads": partial(_over_heads, size, head_dim, 1, partial(rms_norm, head_dim)),
+        "rms_norm_every_other_head": partial(_over_heads, size, head_dim, 2, partial(rms_norm, head_dim)),
         "gate_every_other_head": partial(_gate_heads, size, head_dim),
-        "rotate": partial(_rotate, size, head_dim, turned or head_dim, _turn_halves),
-        "rotate_pairs": partial(_rotate, size, head_dim, turned or head_dim, _turn_pairs),
+        "rotate": partial(_rotate, size, head_dim, turned or head_dim, turn_halves),
+        "rotate_pairs": partial(_rotate, size, head_dim, turned or head_dim, turn_pairs),
         DELTA_GATES[0]: partial(_decay, size),
         DELTA_GATES[1]: partial(_sigmoid, size),
         "sigmoid_scale": partial(_sigmoid_scale, size),
@@ -127,7 +127,7 @@ def _define(
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """The code that computes one row: its operands, in vectors of 16 numbers."""
 
     code: Code
@@ -163,10 +163,11 @@ def _over_rows(body: Body, element: Element, picked: bool, code: Code, args: Int
             if picked:
                 pick = code.load_int(get("picks") + row * _WORD)
             other = get("other") + pick * get("other_stride")
-            body(_Row(code, element, eps, x, other, get("output") + row * get("output_stride")))
+            body(Row(code, element, eps, x, other, get("output") + row * get("output_stride")))
 
 
-def _rms_norm(size: int, row: _Row) -> None:
+def rms_norm(size: int, row: Row) -> None:
+    """Normalise a row of `size` numbers by their root mean square, and multiply it with the other operand."""
     code, end, step = row.code, row.code.integer(size * row.size), MAX_LANES * row.size
     total = code.accumulator(row.splat(0.0))
     with code.loop(0, end, step) as place:
@@ -177,21 +178,21 @@ def _rms_norm(size: int, row: _Row) -> None:
         row.store(row.load(row.x + place) * scale * row.load(row.other + place), row.output + place)
 
 
-def _over_heads(heads: int, head_dim: int, step: int, body: Body, row: _Row) -> None:
+def _over_heads(heads: int, head_dim: int, step: int, body: Body, row: Row) -> None:
     """Do something to every `step`-th head; the other operand is the same for all."""
     with row.code.loop(0, row.code.integer(heads)) as head:
         at = head * (head_dim * row.size)
         body(replace(row, x=row.x + at * step, output=row.output + at))
 
 
-def _over_groups(groups: int, group_size: int, body: Body, row: _Row) -> None:
+def _over_groups(groups: int, group_size: int, body: Body, row: Row) -> None:
     """Do something to each group of numbers with its part of the other operand."""
     with row.code.loop(0, row.code.integer(groups)) as group:
         at = group * (group_size * row.size)
         body(replace(row, x=row.x + at, other=row.other + at, output=row.output + at))
 
 
-def _gate_heads(heads: int, head_dim: int, row: _Row) -> None:
+def _gate_heads(heads: int, head_dim: int, row: Row) -> None:
     """Multiply each head of the other operand with sigmoid of every other head of `x`."""
     with row.code.loop(0, row.code.integer(heads)) as head:
         at = head * (head_dim * row.size)
@@ -199,7 +200,7 @@ def _gate_heads(heads: int, head_dim: int, row: _Row) -> None:
         _each(head_dim, GATES["sigmoid"], each)
 
 
-def _decay(heads: int, row: _Row) -> None:
+def _decay(heads: int, row: Row) -> None:
     code = row.code
     for column, lanes in vectors_of(heads):
         at = column * row.size
@@ -208,19 +209,19 @@ def _decay(heads: int, row: _Row) -> None:
         code.store(softplus(code, step) * rate, row.output + at)
 
 
-def _sigmoid(heads: int, row: _Row) -> None:
+def _sigmoid(heads: int, row: Row) -> None:
     for column, lanes in vectors_of(heads):
         at = column * row.size
         row.code.store(sigmoid(row.code, row.code.load(row.x + at, lanes)), row.output + at)
 
 
-def _sigmoid_scale(size: int, row: _Row) -> None:
+def _sigmoid_scale(size: int, row: Row) -> None:
     scale = sigmoid(row.code, row.load(row.other, 1)).splat(MAX_LANES)
     with row.code.loop(0, row.code.integer(size * row.size), MAX_LANES * row.size) as place:
         row.store(row.load(row.x + place) * scale, row.output + place)
 
 
-def _each(size: int, combine: Callable[[Code, Vector, Vector], Vector], row: _Row) -> None:
+def _each(size: int, combine: Callable[[Code, Vector, Vector], Vector], row: Row) -> None:
     whole = size // MAX_LANES * MAX_LANES
     with row.code.loop(0, row.code.integer(whole * row.size), MAX_LANES * row.size) as place:
         value = combine(row.code, row.load(row.x + place), row.load(row.other + place))
@@ -231,7 +232,7 @@ def _each(size: int, combine: Callable[[Code, Vector, Vector], Vector], row: _Ro
         row.store(value, row.output + at)
 
 
-def _rotate(heads: int, head_dim: int, turned: int, turn: Callable[[int, _Row], None], row: _Row) -> None:
+def _rotate(heads: int, head_dim: int, turned: int, turn: Callable[[int, Row], None], row: Row) -> None:
     code = row.code
     with code.loop(0, code.integer(heads)) as head:
         start = head * (head_dim * row.size)
@@ -242,7 +243,7 @@ def _rotate(heads: int, head_dim: int, turned: int, turn: Callable[[int, _Row], 
                 row.store(row.load(row.x + start + place), row.output + start + place)
 
 
-def _turn_halves(turned: int, head: _Row) -> None:
+def turn_halves(turned: int, head: Row) -> None:
     """Turn the first half of some numbers with the second half."""
     half = turned // 2 * head.size
     with head.code.loop(0, head.code.integer(half), MAX_LANES * head.size) as place:
@@ -252,7 +253,7 @@ def _turn_halves(turned: int, head: _Row) -> None:
             head.store(own * cos + partner * sin, head.output + at)
 
 
-def _turn_pairs(turned: int, head: _Row) -> None:
+def turn_pairs(turned: int, head: Row) -> None:
     """Turn each number with its neighbour."""
     b, end = head.code.builder, turned * head.size
     swapped = ir.VectorType(ir.IntType(32), MAX_LANES)([lane ^ 1 for lane in range(MAX_LANES)])

@@ -1,4 +1,5 @@
-"""The cache write on the CPU: keys are transposed inside their block; both are rounded to the cache's type.
+"""The cache write on the CPU: keys are transposed inside their block; both are rounded to the cache's type. Latents
+are written as they come, one row a token.
 
 An int8 cache takes each head of a token by itself: its scale is a 127th of the largest number.
 """
@@ -46,7 +47,7 @@ def define_write_kv(
 
     The cache holds `element`, keys and values come as `row_element`. An item is `TOKENS_PER_ITEM` tokens.
     """
-    size, row_size = element.size, row_element.size
+    size = element.size
     stride, scales = block_bytes(element, head_dim, block_size), scales_at(element, head_dim, block_size)
 
     def write_head(code: Code, source: Int, block: Int, row: Int, step: int) -> None:
@@ -57,16 +58,7 @@ def define_write_kv(
             for (column, _), level in zip(vectors_of(head_dim), levels, strict=True):
                 code.store_lanes(code.narrowed(level, element), target + column * (step or size), step)
             return
-        for column, lanes in vectors_of(head_dim):
-            place = source + column * row_size
-            if element is row_element:
-                bits = code.load_bits(place, lanes, element)
-            else:
-                value = code.load(place, lanes, row_element)
-                if element is Element.FLOAT16:
-                    value = code.at_most_in_size(value, MAX_FLOAT16)
-                bits = code.narrowed(value, element)
-            code.store_lanes(bits, target + column * (step or size), step)
+        _write_numbers(code, source, target, head_dim, element, row_element, step)
 
     def body(code: Code, args: Int) -> None:
         def argument(field: str) -> Int:
@@ -79,13 +71,50 @@ def define_write_kv(
                 slot = code.load_int(argument("slots") + token * 8)
                 with code.when(slot.compare(">=", 0)), code.loop(0, kv_heads) as head:
                     block = (slot // block_size * kv_heads + head) * stride
-                    row, at = slot % block_size, head * (head_dim * row_size)
+                    row, at = slot % block_size, head * (head_dim * row_element.size)
                     key = argument("key") + token * argument("key_stride") + at
                     write_head(code, key, argument("key_cache") + block, row, block_size * size)
                     value = argument("value") + token * argument("value_stride") + at
                     write_head(code, value, argument("value_cache") + block, row, 0)
 
     define(module, "write_kv", 1, body, exported=True)
+
+
+def define_write_latent(module: ir.Module, width: int, element: Element, row_element: Element) -> None:
+    """Define write_latent(address of `WriteArguments`), to be run by any number of threads at once: `key` are rows of
+    `width` numbers, and there is nothing else. An item is `TOKENS_PER_ITEM` tokens."""
+
+    def body(code: Code, args: Int) -> None:
+        def argument(field: str) -> Int:
+            return code.load_int(args + getattr(WriteArguments, field).offset)
+
+        tokens = argument("tokens")
+        with code.tickets(args + WriteArguments.counter.offset, argument("items")) as item:
+            first = item * TOKENS_PER_ITEM
+            with code.loop(first, (first + TOKENS_PER_ITEM).at_most(tokens)) as token:
+                slot = code.load_int(argument("slots") + token * 8)
+                with code.when(slot.compare(">=", 0)):
+                    source = argument("key") + token * argument("key_stride")
+                    target = argument("key_cache") + slot * (width * element.size)
+                    _write_numbers(code, source, target, width, element, row_element)
+
+    define(module, "write_latent", 1, body, exported=True)
+
+
+def _write_numbers(
+    code: Code, source: Int, target: Int, count: int, element: Element, row_element: Element, step: int = 0
+) -> None:
+    """Round numbers to the cache's type; with `step`, to places that many bytes apart."""
+    for column, lanes in vectors_of(count):
+        place = source + column * row_element.size
+        if element is row_element:
+            bits = code.load_bits(place, lanes, element)
+        else:
+            value = code.load(place, lanes, row_element)
+            if element is Element.FLOAT16:
+                value = code.at_most_in_size(value, MAX_FLOAT16)
+            bits = code.narrowed(value, element)
+        code.store_lanes(bits, target + column * (step or element.size), step)
 
 
 def _levels(code: Code, source: Int, head_dim: int, row_element: Element) -> tuple[list[Vector], Vector]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nbengine.errors import InvalidArgumentError
 from nbengine.kernels import reference
+from nbengine.kernels.cpu import attention_functions
 from nbengine.kernels.cpu import backend as cpu_backend
 from nbengine.kernels.cpu import jit as cpu_jit
 from nbengine.kernels.cpu.backend import CpuKernels
@@ -128,8 +129,9 @@ def test_a_processor_with_narrower_vectors_gets_the_same_result(
     )
     older = cpu_jit.Processor(name, features)
     monkeypatch.setattr(cpu_jit, "host_processor", lambda: older)
+    monkeypatch.setattr(attention_functions, "host_processor", lambda: older)
     monkeypatch.setattr(cpu_backend, "host_processor", lambda: older)
-    for function in (cpu_backend._compile_attention, cpu_backend._compile_write_kv):
+    for function in (attention_functions.compile_attention, attention_functions.compile_write_kv):
         monkeypatch.setattr(cpu_backend, function.__name__, function.__wrapped__)
     kernels, lens = CpuKernels(cache_dtype, torch.bfloat16), MIXED[1:3] + MIXED[4:]
     batch = make_batch(kernels, small, lens, torch.bfloat16, cache_dtype=cache_dtype)
@@ -166,7 +168,7 @@ def test_warm_up_leaves_nothing_to_compile(make_batch, make_shape, assert_close,
         raise AssertionError("compiled during a step")
 
     batch = make_batch(kernels, make_shape(10, 2, 24, 4), [(1, 9), (3, 3)])
-    monkeypatch.setattr(cpu_backend, "compile_module", refuse)
+    monkeypatch.setattr(attention_functions, "compile_module", refuse)
     kernels.write_kv(batch.key, batch.value, batch.kv_cache, batch.all_slots)
     assert_close(batch.run(), batch.expected())
 

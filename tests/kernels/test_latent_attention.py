@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nbengine.errors import InvalidArgumentError
+from nbengine.kernels.cpu import attention_functions
 from nbengine.kernels.dispatch import select_kernels
 from nbengine.kernels.latent import LatentOptions
 from nbengine.kernels.torch.backend import TorchKernels
@@ -69,8 +70,39 @@ def test_a_request_gets_what_it_gets_alone(assert_close: Any, kind: str) -> None
         alone.query = batch.query[start:stop]
         alone.cache = batch.cache
         alone.metadata.block_table = batch.metadata.block_table[request : request + 1]
-        torch.testing.assert_close(alone.run(), together[start:stop], rtol=1e-5, atol=1e-6)
+        if kind == "cpu":
+            assert torch.equal(alone.run(), together[start:stop])
+        else:
+            torch.testing.assert_close(alone.run(), together[start:stop], rtol=1e-5, atol=1e-6)
         start = stop
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_a_prompt_has_the_same_bits_in_chunks_of_any_size(chunk: int) -> None:
+    kernels = kernels_of("cpu", torch.bfloat16, torch.float32)
+    given: dict[str, Any] = {"cache_dtype": torch.bfloat16}
+    whole = LatentBatch.of(kernels, (8, 48, 24, 16), [(200, 330)], **given)
+    together = whole.run()
+    for start in range(0, 200, chunk):
+        stop = min(start + chunk, 200)
+        part = LatentBatch.of(kernels, (8, 48, 24, 16), [(stop - start, 130 + stop)], **given)
+        part.query, part.cache = whole.query[start:stop], whole.cache
+        part.metadata.block_table = whole.metadata.block_table
+        assert torch.equal(part.run(), together[start:stop])
+
+
+def test_warm_up_leaves_nothing_to_compile(assert_close: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = kernels_of("cpu", torch.float32)
+    heads, rank, rope, block_size = 10, 40, 16, 4
+    batch = LatentBatch.of(kernels, (heads, rank, rope, block_size), LENS["mixed"])
+    kernels.warm_up_latent(heads, rank + rope, block_size, batch.options)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled during a step")
+
+    monkeypatch.setattr(attention_functions, "compile_module", refuse)
+    batch.check_write()
+    assert_close(batch.run(), batch.expected())
 
 
 @pytest.mark.parametrize(("scale", "rank", "name"), [(float("nan"), 4, "scale"), (1.0, 0, "rank")])

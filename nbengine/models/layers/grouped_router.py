@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from nbengine.kernels.dispatch import select_grouped_routing
 from nbengine.models.configs.moe_config import GroupedRouting, MoEConfig
 from nbengine.models.layers.basic import Linear
 from nbengine.models.layers.weights import Place, Slots, WeightSlot
+
+if TYPE_CHECKING:
+    from nbengine.kernels.cpu.routing import CpuRouting
 
 _LEAST_SUM = 1e-20
 _BEST_OF_GROUP = 2
@@ -25,6 +30,23 @@ class GroupedRouter(Linear):
         self._moe = moe
         self._routing = routing
         self.correction = place.wide_vector(moe.num_experts) if routing.has_correction else None
+
+    def compiled(self, device: torch.device, hidden_size: int) -> CpuRouting | None:
+        """Return the compiled choice of experts, which takes this router's scores of hidden states in float32; None
+        where plain torch has to do it."""
+        moe, routing = self._moe, self._routing
+        return select_grouped_routing(
+            device,
+            hidden_size,
+            moe.num_experts,
+            moe.experts_per_token,
+            renormalize=moe.renormalize,
+            is_sigmoid=routing.score == "sigmoid",
+            correction=self.correction,
+            groups=routing.groups,
+            chosen_groups=routing.chosen_groups,
+            factor=routing.scale,
+        )
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of tokens x [T, hidden]; return their weights, float32, and their numbers, int64, both

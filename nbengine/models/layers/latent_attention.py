@@ -59,6 +59,7 @@ class LatentAttention:
         self.latent_proj = Linear(hidden_size, latent.width, bias=latent.bias, place=down_place)
         self.latent_norm = RMSNorm(latent.rank, _EPS, place)
         self._products = select_dense(place.device, place.dtype)
+        self._hidden_dtype = place.hidden_dtype
         # Dense always: it is multiplied from both sides.
         each = latent.nope_dim + latent.value_dim
         self._up = WeightSlot(
@@ -87,17 +88,31 @@ class LatentAttention:
         turned = self.rotary.rotate(torch.cat((turning, key[:, None]), dim=1), angles[0])
         rows = torch.cat((self.latent_norm(content), turned[:, -1]), dim=1)
         attn.kernels.write_latent(rows, cache, attn.slot_mapping)
+        keys, values = self.matrices()
+        absorbed = torch.cat((self._by_head(query, keys), turned[:, :-1]), dim=2)
+        found = attn.kernels.latent_attention(absorbed, cache, attn, self.options)
+        return self.o_proj(self._by_head(found, values).flatten(1))
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Return what multiplies each head's queries into the space of latents, [heads, `nope_dim`, rank], and its
+        results out of it, [heads, rank, `value_dim`]."""
+        latent = self.latent
         keys, values = self._up.tensor.view(self.num_heads, -1, latent.rank).split_with_sizes(
             (latent.nope_dim, latent.value_dim), dim=1
         )
-        absorbed = torch.cat((self._by_head(query, keys), turned[:, :-1]), dim=2)
-        found = attn.kernels.latent_attention(absorbed, cache, attn, self.options)
-        return self.o_proj(self._by_head(found, values.transpose(1, 2)).flatten(1))
+        return keys, values.transpose(1, 2)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether the products with these matrices are functions that a program can call."""
+        return self._products is not None and self._products.are_compiled
 
     def warm_up(self, kernels: Kernels, block_size: int) -> None:
         """Compile what a step needs."""
         self.rotary.warm_up(self.num_heads + 1)
         kernels.warm_up_latent(self.num_heads, self.latent.width, block_size, self.options)
+        for matrix in self.matrices():
+            self._by_head(matrix.new_zeros(1, *matrix.shape[:2], dtype=self._hidden_dtype), matrix)
 
     def slots(self, prefix: str) -> Slots:
         """Yield the weights under the checkpoint's names."""

@@ -191,9 +191,8 @@ class SparseMoeBlock:
         self.experts = Experts(moe, hidden_size, parallel.layout, apart, kernels)
         self.routing: CpuRouting | None = None
         """The compiled choice of experts, on a CPU whose products round: the same on all ranks."""
-        if place.is_wide and moe.routing is None:
-            sizes = (hidden_size, moe.num_experts, moe.experts_per_token)
-            self.routing = select_routing(place.device, *sizes, renormalize=moe.renormalize)
+        if place.is_wide:
+            self.routing = self._compiled(place.device)
         self.shared: SharedExpert | None = None
         if moe.shared_intermediate_size:
             size = moe.shared_intermediate_size
@@ -214,8 +213,6 @@ class SparseMoeBlock:
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of tokens x [T, hidden], [T, experts_per_token] int64, and their weights,
         float32."""
-        if isinstance(self.router, GroupedRouter):
-            return self.router.choose(x)
         if self.routing is not None:
             weight, bias = self.router.weight, self.router.bias
             if not isinstance(weight, DenseWeight):
@@ -224,6 +221,8 @@ class SparseMoeBlock:
             if bias is not None:
                 scores[:, : len(bias)] += bias
             return self.routing.choose(scores)
+        if isinstance(self.router, GroupedRouter):
+            return self.router.choose(x)
         probabilities = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.moe.experts_per_token, dim=-1)
         if self.moe.renormalize:
@@ -281,6 +280,13 @@ class SparseMoeBlock:
         yield from self.experts.slots(f"{prefix}.experts")
         if self.shared is not None:
             yield from self.shared.slots(prefix)
+
+    def _compiled(self, device: torch.device) -> CpuRouting | None:
+        if isinstance(self.router, GroupedRouter):
+            return self.router.compiled(device, self.hidden_size)
+        moe = self.moe
+        sizes = self.hidden_size, moe.num_experts, moe.experts_per_token
+        return select_routing(device, *sizes, renormalize=moe.renormalize)
 
     def _compute(self, x: Tensor) -> Tensor:
         """Return this worker's part of the experts' output for tokens x [T, hidden]."""

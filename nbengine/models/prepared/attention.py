@@ -1,4 +1,5 @@
-"""The plans of attention that the layers of one rule and cache group share in a prepared step."""
+"""The attention of a prepared step: the shapes and functions of its blocks, and the plans that the layers of one rule and
+cache group share."""
 
 from __future__ import annotations
 
@@ -8,11 +9,22 @@ from torch import Tensor
 
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.attention_options import AttentionOptions
+from nbengine.kernels.cpu.attention_functions import AttentionFunctions
+from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.cpu.decode_plan import DecodePlanArguments
 from nbengine.kernels.cpu.layout import AttentionArguments, AttentionShape, Features, Span
 from nbengine.kernels.cpu.plan import prefill_work
 from nbengine.kernels.cpu.program import Program, places_of
-from nbengine.models.prepared.operations import StepOperations
+from nbengine.models.layers.attention import Attention
+from nbengine.models.layers.decoder_attention import DecoderAttention
+from nbengine.models.layers.latent_attention import LatentAttention
+from nbengine.models.prepared.buffers import AttentionSizes
+from nbengine.models.prepared.latent import attention_of
+from nbengine.models.prepared.model import PreparedModel
+from nbengine.models.prepared.operations import LayerAttention, StepOperations
+
+AttentionBlock = DecoderAttention | LatentAttention
+"""The blocks of attention that prepared steps know."""
 
 _ATTEND_AT = places_of(AttentionArguments)
 
@@ -76,3 +88,68 @@ class AttentionGroup:
             ("block_table_stride", table.stride(0) * table.element_size()),
         ):
             program.arguments[self._prefills, _ATTEND_AT[name]] = value
+
+
+def shape_of(block: AttentionBlock) -> Attention:
+    """Return the attention that a block's functions compute."""
+    return attention_of(block) if isinstance(block, LatentAttention) else block.attention
+
+
+def functions_of(block: AttentionBlock, kernels: CpuKernels, kv_cache: Tensor) -> AttentionFunctions:
+    """Return the functions for a block and its cache."""
+    if isinstance(block, LatentAttention):
+        return kernels.latent_functions(block.num_heads, kv_cache, block.options)
+    own = block.attention
+    return kernels.functions(own.num_heads, own.head_dim, kv_cache, own.options)
+
+
+def groups_of(
+    model: PreparedModel, kernels: CpuKernels, kv_cache: Tensor
+) -> tuple[list[AttentionGroup], list[LayerAttention]]:
+    """Divide layers into groups by the rule of their attention and their cache group; return the groups, and the
+    attention of each layer."""
+    groups: dict[tuple[int | None, int | None, int], AttentionGroup] = {}
+    attends: list[LayerAttention] = []
+    for layer, cache_group in zip(model.layers, model.layer_groups, strict=True):
+        block = layer.mixer
+        if not isinstance(block, AttentionBlock):
+            continue
+        options, rotary = shape_of(block).options, block.rotary
+        turn = "rotate_pairs" if model.config.rotary_interleaved else "rotate"
+        group = groups.setdefault(
+            (options.window, options.chunk, cache_group),
+            AttentionGroup(len(groups), options, cache_group, layers=[]),
+        )
+        group.layers.append(len(attends))
+        functions = functions_of(block, kernels, kv_cache)
+        angles = None if rotary is None else rotary.table
+        attends.append(LayerAttention(functions, options, group.number, angles, turn))
+    return list(groups.values()), attends
+
+
+def attentions_of(model: PreparedModel) -> list[AttentionBlock]:
+    """Return the attention blocks of a stage."""
+    blocks = (layer.mixer for layer in model.layers)
+    return [block for block in blocks if isinstance(block, AttentionBlock)]
+
+
+def query_parts_of(block: AttentionBlock) -> int:
+    """Return how many times the features of a key a query has, with the gate beside it."""
+    return 2 if isinstance(block, DecoderAttention) and block.is_gated else 1
+
+
+def sizes_of(block: AttentionBlock) -> AttentionSizes:
+    """Return the numbers that a block makes of a token."""
+    attention = shape_of(block)
+    if isinstance(block, LatentAttention):
+        attended = block.num_heads * block.latent.value_dim
+        return AttentionSizes(0, 0, 0, attended, attention.num_kv_heads)
+    size, parts = attention.head_dim, query_parts_of(block)
+    heads, kv_heads = attention.num_heads * size, attention.num_kv_heads * size
+    return AttentionSizes(
+        qkv=parts * heads + 2 * kv_heads,
+        queries=0 if parts == 1 else heads + kv_heads,
+        rotated=heads + kv_heads,
+        attended=heads,
+        kv_heads=attention.num_kv_heads,
+    )

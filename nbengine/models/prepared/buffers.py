@@ -12,7 +12,6 @@ from nbengine.kernels.cpu.dense_parts import most_laid_out_bytes
 from nbengine.kernels.cpu.largest import PARTS
 from nbengine.kernels.cpu.records import RECORD_BYTES
 from nbengine.kernels.quantized import SPAN
-from nbengine.models.layers.attention import Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,19 @@ class StepSize:
         """Return the powers of two that hold both, so that memory grows only a few times."""
         pairs = ((self.tokens, other.tokens), (self.items, other.items), (self.logits, other.logits))
         return StepSize(*(1 << (max(1, *pair) - 1).bit_length() for pair in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """The numbers of a token between the projections of attention: `qkv` before queries and keys are normalised and
+    turned, `queries` and keys normalised, where those lie elsewhere, and turned (`rotated`), and the results
+    (`attended`); and the items that attend to a request's part of the cache, one for each of `kv_heads`."""
+
+    qkv: int
+    queries: int
+    rotated: int
+    attended: int
+    kv_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,7 @@ class StepBuffers:
     def make(
         cls,
         size: StepSize,
-        attention: Attention,
+        attention: AttentionSizes,
         *,
         groups: int,
         query_parts: int,
@@ -94,9 +106,8 @@ class StepBuffers:
         dense weights need memory, if the model `has_dense`. A partial result of attention
         takes `partial_bytes`.
         """
-        tokens, heads, kv_heads = size.tokens, attention.num_heads, attention.num_kv_heads
-        widest = max(hidden, heads * attention.head_dim, mixed)
-        joint = 0 if query_parts == 1 else heads + kv_heads
+        tokens, kv_heads = size.tokens, attention.kv_heads
+        widest = max(hidden, attention.attended, mixed)
 
         def records(columns: int) -> Tensor:
             return torch.empty(tokens, columns // SPAN * RECORD_BYTES, dtype=torch.uint8)
@@ -107,10 +118,10 @@ class StepBuffers:
             x=torch.empty(tokens, hidden),
             normed=torch.empty(tokens, hidden),
             query_parts=query_parts,
-            qkv=torch.empty(tokens, (query_parts * heads + 2 * kv_heads) * attention.head_dim),
-            queries=torch.empty(tokens, joint * attention.head_dim),
-            rotated=torch.empty(tokens, (heads + kv_heads) * attention.head_dim),
-            attended=torch.empty(tokens, heads * attention.head_dim),
+            qkv=torch.empty(tokens, attention.qkv),
+            queries=torch.empty(tokens, attention.queries),
+            rotated=torch.empty(tokens, attention.rotated),
+            attended=torch.empty(tokens, attention.attended),
             out=torch.empty(tokens, hidden),
             gate_up=torch.empty(tokens, 2 * before_gate),
             gated=torch.empty(tokens, before_gate),

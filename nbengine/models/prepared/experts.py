@@ -28,7 +28,7 @@ from nbengine.kernels.cpu.expert_steps import (
 from nbengine.kernels.cpu.products import compile_gated, compile_multiply
 from nbengine.kernels.cpu.program import words_of
 from nbengine.kernels.cpu.records import RECORD_BYTES
-from nbengine.kernels.cpu.routing import ChooseArguments, ScoreArguments, compile_choose, compile_scores
+from nbengine.kernels.cpu.routing import ScoreArguments, compile_scores
 from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.quantized import SPAN
 from nbengine.models.layers.moe import SparseMoeBlock
@@ -126,16 +126,7 @@ class ExpertOperations:
             add = compile_rows("add", len(bias), Element.FLOAT32)
             yield row_operation(add, own.scores, bias, own.scores, repeats=True)
         per_token, nowhere = routing.per_token, len(own.outputs) - 1
-        choose = ChooseArguments(
-            experts=routing.experts,
-            per_token=per_token,
-            renormalize=int(routing.renormalize),
-            scores=own.scores.data_ptr(),
-            stride=row_bytes(own.scores),
-            weights=own.weights.data_ptr(),
-            chosen=own.chosen.data_ptr(),
-        )
-        yield Operation(compile_choose(), choose, 1)
+        yield Operation(*routing.operation(own.scores, own.weights, own.chosen), 1)
         gates, downs = self._products_of(blocks)
         numbers = block.experts.numbers
         sort = SortArguments(

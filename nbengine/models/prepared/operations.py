@@ -10,31 +10,30 @@ from torch import Tensor
 
 from nbengine.distributed.communicator import RankOperations
 from nbengine.kernels.attention_options import AttentionOptions
-from nbengine.kernels.cpu.backend import ELEMENTS, AttentionFunctions, set_options, sinks_for
+from nbengine.kernels.cpu.attention_functions import AttentionFunctions
+from nbengine.kernels.cpu.backend import ELEMENTS, set_options, sinks_for
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.decode_plan import DecodePlanArguments, compile_decode_plan
-from nbengine.kernels.cpu.draw import DrawArguments, compile_draw, scratch_bytes
-from nbengine.kernels.cpu.largest import PARTS, LargestArguments, compile_largest
 from nbengine.kernels.cpu.layout import AttentionArguments, Span
-from nbengine.kernels.cpu.next_step import NextStepArguments, compile_next_step
 from nbengine.kernels.cpu.products import compile_gated
 from nbengine.kernels.cpu.recurrent_layout import RecurrentArguments
 from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.cpu.taken_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.write_kv import TOKENS_PER_ITEM, WriteArguments
 from nbengine.kernels.quantized import LANES
-from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.layers.attention import Attention
 from nbengine.models.layers.basic import MergedLinear, RMSNorm
 from nbengine.models.layers.decoder_attention import DecoderAttention
+from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SharedExpert, SparseMoeBlock
 from nbengine.models.layers.norms import WholeHeadsNorm
 from nbengine.models.layers.parallel_layers import VocabParallelEmbedding
 from nbengine.models.layers.weights import DenseWeight, PackedWeight, Weight
-from nbengine.models.prepared.basic_operations import BasicOperations
 from nbengine.models.prepared.buffers import StepBuffers
 from nbengine.models.prepared.experts import ExpertBuffers, ExpertOperations
+from nbengine.models.prepared.latent import LatentBuffers, absorb, latent_rows, release
+from nbengine.models.prepared.output_operations import OutputOperations
 from nbengine.models.prepared.products import gated_arguments, row_bytes
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, mixing
 from nbengine.models.prepared.rows import Operation, row_operation
@@ -52,14 +51,13 @@ class LayerAttention:
     turn: str
 
 
-class StepOperations(BasicOperations):
+class StepOperations(OutputOperations):
     """A list of operations that grows by layers, for up to as many tokens as the buffers hold.
 
     `add_plans` comes first, and `attends` is set before `add_attention`. `plans` are the places of those that plan
     for each group of layers, `decodes` and `prefills` are the places of those that attend, for requests of one
-    token and for others, `writes` of those that write keys and values, `states` of those on recurrent states, `layers`
-    of the first ones of each layer, `logits` of those that come after the hidden states, and `passages` of those that
-    lay out a next step.
+    token and for others, `writes` of those that write keys and values, `states` of those on recurrent states, and
+    `layers` of the first ones of each layer.
     """
 
     def __init__(
@@ -70,6 +68,7 @@ class StepOperations(BasicOperations):
         ranks: RankOperations | None,
         experts: ExpertBuffers | None,
         recurrent: RecurrentBuffers | None,
+        latent: LatentBuffers | None,
         residual_scale: float,
     ) -> None:
         super().__init__(buffers, ranks)
@@ -79,16 +78,13 @@ class StepOperations(BasicOperations):
         self.prefills: list[int] = []
         self.states: list[int] = []
         self.layers: list[int] = []
-        self.logits: list[int] = []
-        self.passages: list[int] = []
-        self.draw = -1
-        """The place of the operation that draws tokens."""
         self._heads, self._kv_heads = attention.num_heads, attention.num_kv_heads
         self._head_dim = attention.head_dim
         self._query_parts = buffers.query_parts
         self._recurrent = recurrent
         self.attends = attends
         """The attention of the layer that is being added."""
+        self._latent = latent
         self._ids, self._positions, _ = (row.data_ptr() for row in buffers.own[0])
         self._experts = None
         if experts is not None:
@@ -159,8 +155,9 @@ class StepOperations(BasicOperations):
                 turned=angles.shape[-1] % size,
             )
             self.operations.append(row_operation(rotate, source, angles, rotated, picks=self._positions))
-        self._add_write(rotated)
-        self._add_attend(rotated)
+        first_value = (self._heads * self._query_parts + self._kv_heads) * size
+        self._add_write(rotated[:, self._heads * size :], buffers.qkv[:, first_value:])
+        self._add_attend(rotated, buffers.attended)
         if self._query_parts > 1:
             gate = compile_rows("gate_every_other_head", self._heads, Element.FLOAT32, size)
             self.operations.append(
@@ -168,6 +165,29 @@ class StepOperations(BasicOperations):
             )
         self._round_for([o_proj.weight], buffers.attended)
         self._multiply(o_proj, buffers.out, buffers.attended)
+        self._sum_over_ranks(buffers.out)
+
+    def add_latent(self, norm: RMSNorm | None, block: LatentAttention) -> None:
+        """Begin a layer: make the output of the block of latent attention of the residual stream."""
+        buffers, own, query = self._buffers, self._latent, block.query_latent
+        assert own is not None
+        self.layers.append(len(self.operations))
+        down = weights_of(block.query_proj) if query is None else [query[0].weight]
+        self._add_norm_round(norm, [*down, block.latent_proj.weight])
+        self._multiply(block.latent_proj, own.projected, self._input)
+        if query is not None:
+            self._multiply(query[0], own.query_latent, self._input)
+            self._normalise(query[1], own.query_latent, own.query_latent)
+            self._input = own.query_latent
+            self._round_for(weights_of(block.query_proj), own.query_latent)
+        self._multiply_merged(block.query_proj, own.queries.flatten(1))
+        self.operations.append(latent_rows(block, own, self._positions))
+        self.operations.append(absorb(block, own))
+        self._add_write(own.rows, None)
+        self._add_attend(own.absorbed, own.found)
+        self.operations.append(release(block, own, buffers.attended))
+        self._round_for([block.o_proj.weight], buffers.attended)
+        self._multiply(block.o_proj, buffers.out, buffers.attended)
         self._sum_over_ranks(buffers.out)
 
     def add_recurrent(self, norm: RMSNorm | None, mixer: PreparedMixer) -> None:
@@ -247,59 +267,6 @@ class StepOperations(BasicOperations):
         if norm is not None:
             self._normalise(norm, self._buffers.x, self._buffers.normed)
 
-    def add_logits(self, weight: Weight, config: DecoderConfig) -> None:
-        """Turn normalised rows into logits, and look for the largest of each row; `weight` are this rank's rows of
-        the output projection."""
-        buffers, first, vocab_size = self._buffers, len(self.operations), config.vocab_size
-        self._round_for([weight], buffers.normed)
-        self._product(weight, buffers.own_logits, buffers.normed, buffers.records)
-        if self._ranks is not None:
-            self.operations.append(Operation(*self._ranks.gather_rows(buffers.own_logits, buffers.logits)))
-        caps = [] if config.logits_soft_cap is None else [("soft_cap", config.logits_soft_cap)]
-        for name, number in [("divide", config.logits_divisor), *caps]:
-            if (name, number) != ("divide", 1):
-                numbers = torch.full((vocab_size,), number)
-                function = compile_rows(name, vocab_size, Element.FLOAT32)
-                self.operations.append(
-                    row_operation(function, buffers.logits, numbers, buffers.logits, repeats=True)
-                )
-        for function, parts in zip(compile_largest(), (PARTS, 1), strict=True):
-            arguments = LargestArguments(
-                parts=parts,
-                width=vocab_size,
-                x=buffers.logits.data_ptr(),
-                x_stride=row_bytes(buffers.logits),
-                peaks=buffers.peaks.data_ptr(),
-                ids=buffers.ids.data_ptr(),
-                values=buffers.values.data_ptr(),
-            )
-            self.operations.append(Operation(function, arguments, 1))
-        self.logits = list(range(first, len(self.operations)))
-
-    def add_passages(self, count: int, vocab_size: int) -> None:
-        """Draw tokens, and lay out the next step, for up to `count` further steps in one run; to be added last."""
-        buffers, rows = self._buffers, len(self._buffers.logits)
-        self._scratch = torch.empty(rows, scratch_bytes(vocab_size), dtype=torch.uint8)
-        self._drawn, self._masses = torch.empty(2, rows, dtype=torch.int64)
-        draw = DrawArguments(
-            width=vocab_size,
-            x=buffers.logits.data_ptr(),
-            x_stride=row_bytes(buffers.logits),
-            scratch=self._scratch.data_ptr(),
-            scratch_stride=row_bytes(self._scratch),
-            ids=self._drawn.data_ptr(),
-            masses=self._masses.data_ptr(),
-            greedy=buffers.ids.data_ptr(),
-            nothing=-1,
-        )
-        self.draw = len(self.operations)
-        self.operations.append(Operation(compile_draw(), draw, 1, has_tokens=False))
-        for _ in range(count):
-            self.operations.append(Operation(compile_next_step(), NextStepArguments(items=1)))
-        self.passages = list(range(self.draw + 1, len(self.operations)))
-        self.chosen = buffers.ids.data_ptr(), self._drawn.data_ptr()
-        """The addresses of the tokens of the largest logits, and of those that are drawn where a row asks for it."""
-
     def _normalise_heads(
         self, query: RMSNorm | WholeHeadsNorm, key: RMSNorm | WholeHeadsNorm, target: Tensor
     ) -> None:
@@ -321,20 +288,20 @@ class StepOperations(BasicOperations):
         keys, to = source[:, first * parts :], target[:, first:]
         self.operations.append(row_operation(normalise, keys, key.weight, to, repeats=True, eps=key.eps))
 
-    def _add_write(self, rotated: Tensor) -> None:
-        qkv = self._buffers.qkv
+    def _add_write(self, keys: Tensor, values: Tensor | None) -> None:
+        """Write keys and values, or latents, to their slots."""
         write = WriteArguments(
             kv_heads=self._kv_heads,
-            key=rotated[:, self._heads * self._head_dim :].data_ptr(),
-            key_stride=row_bytes(rotated),
-            value=qkv[:, (self._heads * self._query_parts + self._kv_heads) * self._head_dim :].data_ptr(),
-            value_stride=row_bytes(qkv),
+            key=keys.data_ptr(),
+            key_stride=row_bytes(keys),
+            value=0 if values is None else values.data_ptr(),
+            value_stride=0 if values is None else row_bytes(values),
             slots=self._buffers.own[self.attends.group, 2].data_ptr(),
         )
         self.writes.append(len(self.operations))
         self.operations.append(Operation(self.attends.functions.write, write, TOKENS_PER_ITEM))
 
-    def _add_attend(self, rotated: Tensor) -> None:
+    def _add_attend(self, queries: Tensor, output: Tensor) -> None:
         buffers, own = self._buffers, self.attends
         for places, function in (
             (self.decodes, own.functions.decode),
@@ -342,9 +309,9 @@ class StepOperations(BasicOperations):
         ):
             attend = AttentionArguments(
                 kv_heads=self._kv_heads,
-                query=rotated.data_ptr(),
-                query_stride=row_bytes(rotated),
-                output=buffers.attended.data_ptr(),
+                query=queries.data_ptr(),
+                query_stride=row_bytes(queries),
+                output=output.data_ptr(),
                 work=buffers.work[own.group].data_ptr(),
                 partials=buffers.partials.data_ptr(),
                 arrivals=buffers.arrivals.data_ptr(),

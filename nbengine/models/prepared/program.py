@@ -19,13 +19,21 @@ from nbengine.kernels.cpu.program import Operations, Program, places_of
 from nbengine.kernels.cpu.write_kv import WriteArguments
 from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
 from nbengine.models.layers.basic import RMSNorm
-from nbengine.models.layers.decoder_attention import DecoderAttention
+from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SparseMoeBlock
 from nbengine.models.layers.weights import Weight
-from nbengine.models.prepared.attention import AttentionGroup
+from nbengine.models.prepared.attention import (
+    attentions_of,
+    functions_of,
+    groups_of,
+    query_parts_of,
+    shape_of,
+    sizes_of,
+)
 from nbengine.models.prepared.buffers import StepBuffers, StepSize
 from nbengine.models.prepared.experts import ExpertBuffers
+from nbengine.models.prepared.latent import LatentBuffers
 from nbengine.models.prepared.next_steps import NextSteps
 from nbengine.models.prepared.operations import LayerAttention, StepOperations, is_gated_at_once
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, RecurrentGroup
@@ -59,13 +67,12 @@ class StepProgram:
     def __init__(self, model: PreparedModel, size: StepSize, kernels: CpuKernels, kv_cache: Tensor) -> None:
         self.size = size
         self.num_threads = torch.get_num_threads()
-        attention = attentions_of(model)[0].attention
+        first = attentions_of(model)[0]
+        attention = shape_of(first)
         mixers = mixers_of(model)
         recurrent = RecurrentBuffers.make(mixers[0], size.tokens) if mixers else None
-        self._functions = kernels.functions(
-            attention.num_heads, attention.head_dim, kv_cache, attention.options
-        )
-        self._groups, attends = _attention_of(model, kernels, kv_cache)
+        self._functions = functions_of(first, kernels, kv_cache)
+        self._groups, attends = groups_of(model, kernels, kv_cache)
         self._kv_heads = attention.num_kv_heads
         self._head = head_of(model)
         self._buffers = buffers = _buffers_of(
@@ -83,6 +90,7 @@ class StepProgram:
             ranks,
             ExpertBuffers.make(model.moe_blocks, size.tokens),
             recurrent,
+            LatentBuffers.make(first, size.tokens) if isinstance(first, LatentAttention) else None,
             model.config.residual_scale,
         )
         operations.add_plans([group.span for group in self._groups])
@@ -234,7 +242,9 @@ class StepProgram:
         if self._recurrent is not None:
             self._recurrent.use([cache for cache in kv_caches if not isinstance(cache, Tensor)])
         keys: NDArray[np.int64] = np.array([cache.data_ptr() for cache in pages], np.int64)
-        values = keys + pages[0].stride(0) * pages[0].element_size()
+        values = keys
+        if len(pages[0]) > 1:
+            values = keys + pages[0].stride(0) * pages[0].element_size()
         words, made = self._program.arguments, self._operations
         for places, at in (
             (made.writes, _WRITE_AT),
@@ -258,30 +268,6 @@ def _num_logits(attn: AttentionMetadata) -> int:
     return attn.num_tokens if attn.num_decodes == attn.num_reqs and attn.num_tokens <= MOST_LOGITS else 0
 
 
-def _attention_of(
-    model: PreparedModel, kernels: CpuKernels, kv_cache: Tensor
-) -> tuple[list[AttentionGroup], list[LayerAttention]]:
-    """Divide layers into groups by the rule of their attention and their cache group; return the groups, and the
-    attention of each layer."""
-    groups: dict[tuple[int | None, int | None, int], AttentionGroup] = {}
-    attends: list[LayerAttention] = []
-    for layer, cache_group in zip(model.layers, model.layer_groups, strict=True):
-        if layer.is_recurrent:
-            continue
-        attention, rotary = layer.self_attn.attention, layer.self_attn.rotary
-        options = attention.options
-        turn = "rotate_pairs" if model.config.rotary_interleaved else "rotate"
-        group = groups.setdefault(
-            (options.window, options.chunk, cache_group),
-            AttentionGroup(len(groups), options, cache_group, layers=[]),
-        )
-        group.layers.append(len(attends))
-        functions = kernels.functions(attention.num_heads, attention.head_dim, kv_cache, options)
-        angles = None if rotary is None else rotary.table
-        attends.append(LayerAttention(functions, options, group.number, angles, turn))
-    return list(groups.values()), attends
-
-
 def head_of(model: PreparedModel) -> Weight | None:
     """Return the output projection, if it is there and an operation's, and its outcome the logits."""
     weight = None if model.lm_head is None else model.lm_head.rows.weight
@@ -303,11 +289,6 @@ def scale_of(model: PreparedModel) -> Tensor | None:
     return torch.full((model.config.hidden_size,), model.embedding_scale)
 
 
-def attentions_of(model: PreparedModel) -> list[DecoderAttention]:
-    """Return the attention blocks of a stage."""
-    return [layer.self_attn for layer in model.layers if not layer.is_recurrent]
-
-
 def mixers_of(model: PreparedModel) -> list[PreparedMixer]:
     """Return the recurrent blocks of a stage that `PreparedSteps.covers`."""
     found = (layer.mixer for layer in model.layers)
@@ -321,11 +302,13 @@ def _buffers_of(
     head = head_of(model)
     shared = [mlp.shared.mlp for mlp in mlps if isinstance(mlp, SparseMoeBlock) and mlp.shared is not None]
     blocks = [*(mlp for mlp in mlps if isinstance(mlp, DecoderMLP)), *shared]
+    if isinstance(first, LatentAttention):
+        mixed = first.latent.query_rank or 0
     return StepBuffers.make(
         size,
-        first.attention,
+        sizes_of(first),
         groups=groups,
-        query_parts=2 if first.is_gated else 1,
+        query_parts=query_parts_of(first),
         mixed=mixed,
         hidden=model.config.hidden_size,
         inner=max((block.size for block in blocks), default=0),
@@ -356,8 +339,11 @@ def _add_all(
         if isinstance(mixer, PreparedMixer):
             operations.add_recurrent(_norm(layer.before_attention), mixer)
         else:
-            attention, operations.attends = layer.self_attn, next(rest)
-            operations.add_attention(_norm(layer.before_attention), attention)
+            operations.attends = next(rest)
+            if isinstance(mixer, LatentAttention):
+                operations.add_latent(_norm(layer.before_attention), mixer)
+            else:
+                operations.add_attention(_norm(layer.before_attention), layer.self_attn)
         operations.end_block(_norm(layer.after_attention))
         if isinstance(mlp, DecoderMLP):
             operations.add_mlp(_norm(layer.before_mlp), mlp)

@@ -22,6 +22,7 @@ from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.decoder_layer import DecoderLayer
 from nbengine.models.layers.gated_convolution import GatedConvolution
 from nbengine.models.layers.gated_delta_net import GatedDeltaNet
+from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.mamba2 import Mamba2Mixer
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SparseMoeBlock
@@ -143,6 +144,16 @@ def _is_covered(layer: DecoderLayer, hidden_size: int) -> bool:
     if type(mixer) is DecoderAttention:
         if not _is_attention_covered(mixer, needs):
             return False
+    elif type(mixer) is LatentAttention:
+        if not mixer.is_compiled:
+            return False
+        latent, query = mixer.latent, mixer.query_latent
+        turned = latent.rope_dim if mixer.rotary.is_interleaved else latent.rope_dim // 2
+        needs.sizes.extend([latent.rank, turned, latent.query_rank or 0])
+        needs.weights.extend(
+            [mixer.latent_proj.weight, mixer.o_proj.weight, *(weight for _, weight in mixer.query_proj.runs)]
+        )
+        needs.weights.extend([] if query is None else [query[0].weight])
     elif type(mixer) is GatedDeltaNet:
         if mixer.is_reordered:
             return False
@@ -207,6 +218,7 @@ def _are_covered(block: SparseMoeBlock, needs: _Needs) -> bool:
         needs.weights.extend([mlp.down_proj.weight, *(weight for _, weight in mlp.gate_up_proj.runs)])
     return (
         block.routing is not None
+        and not block.moe.weighs_inputs
         and block.is_alone
         and block.are_alike()
         and len(block.experts.shard.inner) % SPAN == 0

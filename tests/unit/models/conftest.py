@@ -230,7 +230,7 @@ def random_model() -> Callable[..., PreTrainedModel]:
                 scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
                 parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * scale)
             for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):
+                if name.endswith(("e_score_correction_bias", "expert_bias")):
                     buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         return model.float().eval()
 

@@ -89,17 +89,19 @@ class Batches:
         self.states_go_on = False
         """Tell whether each request's state is in its own slot, and nothing of it is kept."""
         self.chance = torch.Generator().manual_seed(7)
-        heads = (model.shard.num_kv_heads, BLOCK_SIZE, model.config.head_dim)
+        has_latents = model.config.latent is not None
+        heads = (1 if has_latents else model.shard.num_kv_heads, BLOCK_SIZE, model.config.head_dim)
         tokens = (NUM_BLOCKS * BLOCK_SIZE, heads[0], heads[2])
+        shape = cache_shape(kv_dtype, NUM_BLOCKS, *heads, parts=1 if has_latents else 2)
         layers = model.shard.layers
-        pages = [
-            torch.zeros(cache_shape(kv_dtype, NUM_BLOCKS, *heads), dtype=kv_dtype)
-            for _ in range(self.groups.num_tensors(layers))
-        ]
+        pages = [torch.zeros(shape, dtype=kv_dtype) for _ in range(self.groups.num_tensors(layers))]
         for cache in pages:
             key, value = (self._random(*tokens).to(model.hidden_dtype) for _ in range(2))
             key[-BLOCK_SIZE:] = value[-BLOCK_SIZE:] = torch.nan
-            self.kernels.write_kv(key, value, cache, torch.arange(tokens[0]))
+            if has_latents:
+                self.kernels.write_latent(key[:, 0], cache, torch.arange(tokens[0]))
+            else:
+                self.kernels.write_kv(key, value, cache, torch.arange(tokens[0]))
         states = model.new_states(NUM_SLOTS)
         for state in states:
             for part in (state.conv, state.state):

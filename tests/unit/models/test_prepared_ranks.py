@@ -36,6 +36,7 @@ from tests.unit.models.prepared_batches import (
     is_same,
     load_gguf,
 )
+from tests.unit.models.test_prepared_groups import MODELS as GROUPED
 
 T = TypeVar("T")
 
@@ -132,6 +133,22 @@ def test_a_prepared_step_of_ranks_has_the_bits_of_the_eager_path(
         assert_same_bits_of_all_steps(batches)
 
     on_threads(ranks(tmp_path, size, expert_parallel=expert_parallel), body)
+
+
+@pytest.mark.parametrize("quantization", ["int4", None])
+def test_ranks_divide_the_heads_of_latent_attention(
+    quantization: str | None, tmp_path: Path, random_model: Any, load: Any
+) -> None:
+    kind, settings = GROUPED["deepseek 3 moe" if quantization else "deepseek 3 that turns halves"]
+    random_model(kind, **{**settings, "num_attention_heads": 4}).save_pretrained(tmp_path / "model")
+
+    def body(state: ParallelState) -> None:
+        torch.set_num_threads(1)
+        model = load(tmp_path / "model", torch.bfloat16, state, quantization=quantization)
+        assert model._prepared is not None
+        assert_same_bits_of_all_steps(Batches(model))
+
+    on_threads(ranks(tmp_path, 2), body)
 
 
 def test_a_step_that_waits_in_vain_goes_on_where_it_stopped(

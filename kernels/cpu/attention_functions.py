@@ -1,0 +1,106 @@
+"""The functions of attention and of cache writes on the CPU, each compiled once for a model's shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from llvmlite import ir
+
+from nbengine.kernels.cpu.codegen import Element
+from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
+from nbengine.kernels.cpu.layout import (
+    DECODE_PART,
+    MAX_TILE,
+    PLAIN,
+    PREFILL_PART,
+    AttentionShape,
+    Features,
+)
+from nbengine.kernels.cpu.paged_attention import define_attention
+from nbengine.kernels.cpu.write_kv import define_write_kv, define_write_latent
+
+_PREFILL_ROWS = 48
+_PREFILL_TILE = 6
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionKernels:
+    """The functions that attend, for requests of one token and for others, and their shapes."""
+
+    decode_shape: AttentionShape
+    prefill_shape: AttentionShape
+    decode: Function
+    prefill: Function
+
+
+@cache
+def compile_attention(
+    head_dim: int,
+    group: int,
+    block_size: int,
+    element: Element,
+    row_element: Element,
+    features: Features = PLAIN,
+    rank: int = 0,
+) -> AttentionKernels:
+    """Compile attention for `group` query heads of `head_dim` numbers to a KV head, and a cache of `element`; queries
+    and results are of `row_element`. With a `rank` the cache is one of latents.
+
+    Raises:
+        NBEngineError: LLVM has no code generator for this processor.
+    """
+    budget = host_processor().accumulators
+    tiles = range(1, min(MAX_TILE, budget) + 1)
+    decode_tile = min(tiles, key=lambda tile: (-(-group // tile) * tile, -tile))
+    kinds = (head_dim, group, block_size, element, row_element)
+    decode = AttentionShape(*kinds, decode_tile, 1, DECODE_PART, budget, features, rank)
+    prefill_tokens = max(1, _PREFILL_ROWS // group)
+    prefill = AttentionShape(*kinds, _PREFILL_TILE, prefill_tokens, PREFILL_PART, budget, features, rank)
+    functions = compile_module(_define_attention, ["decode", "prefill"], decode, prefill)
+    return AttentionKernels(decode, prefill, *functions)
+
+
+def _define_attention(module: ir.Module, decode: AttentionShape, prefill: AttentionShape) -> None:
+    define_attention(module, "decode", decode)
+    define_attention(module, "prefill", prefill)
+
+
+@cache
+def compile_write_kv(head_dim: int, block_size: int, element: Element, row_element: Element) -> Function:
+    """Compile the function of `WriteArguments` that writes keys and values.
+
+    Raises:
+        NBEngineError: LLVM has no code generator for this processor.
+    """
+    (function,) = compile_module(define_write_kv, ["write_kv"], head_dim, block_size, element, row_element)
+    return function
+
+
+@cache
+def compile_write_latent(width: int, element: Element, row_element: Element) -> Function:
+    """Compile the function of `WriteArguments` that writes latents of `width` numbers.
+
+    Raises:
+        NBEngineError: LLVM has no code generator for this processor.
+    """
+    (function,) = compile_module(define_write_latent, ["write_latent"], width, element, row_element)
+    return function
+
+
+def latent_group(num_heads: int) -> int:
+    """Return how many query heads an item of attention over latents computes, which all read the same rows: few, so
+    that a request has items for several threads."""
+    return max(size for size in range(1, _PREFILL_TILE + 1) if num_heads % size == 0)
+
+
+@dataclass(frozen=True)
+class AttentionFunctions:
+    """The function of `WriteArguments` that writes keys and values, and those of `AttentionArguments` that attend:
+    `decode` for requests of one token, `prefill` for others."""
+
+    write: Function
+    decode: Function
+    prefill: Function
+    decode_shape: AttentionShape
+    prefill_shape: AttentionShape
