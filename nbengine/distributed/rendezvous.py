@@ -3,6 +3,7 @@ before any of them waits for long."""
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import queue
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -22,6 +24,8 @@ from nbengine.errors import EngineStartError, InvalidArgumentError
 from nbengine.ipc.transport import own_address
 
 _ALLOWED = "None, 'tcp://HOST:PORT' or 'file://PATH'"
+_TURN_SECONDS = 1.0
+"""Seconds that a member waits for its turn to let go of a file; others may hold the lock of a folder that they can read."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,9 @@ class Rendezvous:
         """The machine of the server, None if there is none."""
         self.is_local = parts.scheme == "file" or _is_loopback(parts.hostname)
         """True when all ranks are on this machine for certain."""
+        self._path = Path(parts.netloc + parts.path)
         if parts.scheme == "file":
-            store = self._open_file(parts.netloc + parts.path)
+            store = self._open_file(str(self._path))
         elif parts.scheme == "tcp":
             store = self._connect(*self._host_and_port())
         else:
@@ -127,12 +132,14 @@ class Rendezvous:
             raise self._refusal(reason) from error
 
     def leave(self) -> None:
-        """Say that this member needs the store no more; the server stays until no member does.
+        """Say that this member needs the store no more: nothing else can be asked of it. The server stays until no member
+        does; a file is gone when the last one has left, unless torch still uses it.
 
         Raises:
             EngineStartError: a member still needs it when the time is over.
         """
         if self.host is None:
+            self._let_go()
             return
         try:
             # Members of all groups at the server are counted together, so not under this group's `place`.
@@ -142,6 +149,16 @@ class Rendezvous:
                 self._all.wait(["all left"], self._left())
         except RuntimeError as error:
             raise self._refusal(str(error)) from error
+
+    def _let_go(self) -> None:
+        """Let go of the file in turn: of two stores that end at a time torch takes neither for the last, which removes
+        it."""
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _lock(folder, time.monotonic() + _TURN_SECONDS)
+            del self.store, self._all
+        finally:
+            os.close(folder)
 
     def _missing(self, keys: list[str]) -> str:
         try:
@@ -222,6 +239,17 @@ class Rendezvous:
         return EngineStartError(
             f"{party.name} could not join {party.others} at {party.argument}={self._init_method!r}: {reason}"
         )
+
+
+def _lock(folder: int, end: float) -> None:
+    """Lock a folder by its descriptor, if that can be done before `end`."""
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001)
+        else:
+            return
 
 
 def check_may_listen(rendezvous: Rendezvous, networked: bool) -> None:
