@@ -146,6 +146,9 @@ class ProgressWatch:
             else:
                 watched.is_reported = True
                 found.stalled.append(self._report(rank, now))
+        if found.stalled:
+            found.stalled.extend(self._stopped_before_due(now, look))
+            found.stalled.sort(key=lambda stalled: not self._is_stopped(stalled.rank))
         return found
 
     def learned(self, rank: int, now: float) -> Stalled | None:
@@ -170,6 +173,26 @@ class ProgressWatch:
                 if other != rank and not waits and now - watched.since >= self._patience(watched):
                     return self._stalled(other, now)
         return self._stalled(rank, now)
+
+    def _stopped_before_due(self, now: float, look: Look) -> list[Stalled]:
+        """Report the other cores that are stopped, or have a stopped worker, before they are due.
+
+        The core that is reported may wait for them, and its report alone would name no cause: the last pulse of
+        what is stopped is up to an interval younger than the last progress of what waits for it.
+        """
+        found = []
+        for rank, watched in self._watched.items():
+            if not watched.is_reported:
+                watched.state = look(rank)
+                if self._is_stopped(rank):
+                    watched.is_reported = True
+                    found.append(self._report(rank, now))
+        return found
+
+    def _is_stopped(self, rank: int) -> bool:
+        watched = self._watched[rank]
+        states = set() if watched.pulse is None else _states(watched.pulse)
+        return ProcessState.STOPPED in {watched.state, *states}
 
     def _due(self, watched: _Watched) -> float:
         if watched.is_overdue:

@@ -232,3 +232,36 @@ def test_of_cores_in_lock_step_the_one_that_waits_for_nobody_is_to_blame() -> No
         watch.take(rank, pulse(1, "step", WorkerPulse(0, 1, waits=rank != 2)), 0.0)
     watch.verdicts(30.0, lambda _: ProcessState.RUNNING)
     assert [watch.behind(rank, 30.0).rank for rank in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("late", [0.0, INTERVAL])
+@pytest.mark.parametrize("what", ["core", "worker", "nothing"])
+def test_what_is_stopped_is_told_of_before_the_cores_that_wait_for_it(
+    what: str, late: float, place: int
+) -> None:
+    """Its last pulse may be an interval younger than the last progress of the core that waits for it."""
+    watch, other = ProgressWatch(DEADLINES), 1 - place
+    for rank in range(2):
+        watch.begin(rank, 0.0)
+    watch.take(other, pulse(1, "step", WorkerPulse(0, 1, waits=True)), 0.0)
+    watch.take(place, pulse(1, "step", WorkerPulse(0, 1)), late)
+    if what == "worker":
+        watch.take(place, pulse(2, "step", WorkerPulse(0, 1, state=ProcessState.STOPPED)), 2 * INTERVAL)
+    now = DEADLINES.to_report("step")
+
+    def look(rank: int) -> ProcessState:
+        return ProcessState.STOPPED if what == "core" and rank == place else ProcessState.RUNNING
+
+    stalled = watch.verdicts(now, look).stalled
+    again = watch.verdicts(now + INTERVAL, look).stalled
+    if what == "nothing":
+        assert {each.rank for each in stalled + again} == {other, place}, (
+            "what is not stopped is not told of early"
+        )
+        assert len(stalled) == (1 if late else 2)
+    else:
+        assert [each.rank for each in stalled] == [place, other]
+        assert "SIGSTOP?" in stalled[0].doing
+        assert not again
+    assert watch.take(place, pulse(3, "step", WorkerPulse(0, 2)), now + INTERVAL), "it recovers"
