@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from engine_processes import is_running, processes_of
+from process_support.absent import ABSENT_CORE
 from process_support.engine_under_test import SUPPORT_PATH, wait_for
 from process_support.lock_step_executor import LOCK_STEP_EXECUTOR
 from stopping import stop
@@ -143,20 +144,24 @@ async def test_a_worker_that_is_killed_is_named_as_the_cause(start: StartEngine)
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_an_engine_core_that_is_killed_while_another_waits_for_it_to_start_is_named(
-    start: StartEngine, private_socket_dir: Path, rank: int
+    start: StartEngine, private_socket_dir: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
     killed: list[float] = []
+
+    def victims() -> list[psutil.Process]:
+        (host,) = [child for child in psutil.Process().children() if "host" in " ".join(child.cmdline())]
+        return [core for core in host.children() if f"core {rank} " in " ".join(core.cmdline())]
 
     def kill(progress: Progress) -> None:
         if progress.rank == rank or killed or "waiting" not in progress.detail:
             return
-        (host,) = [child for child in psutil.Process().children() if "host" in " ".join(child.cmdline())]
-        (victim,) = [core for core in host.children() if f"core {rank} " in " ".join(core.cmdline())]
+        wait_for(victims, "the core that is to be killed")
         killed.append(time.monotonic())
-        victim.kill()
+        victims()[0].kill()
 
     with pytest.raises(EngineStartError) as caught:
-        start(progress=kill)
+        start(progress=kill, distributed_executor_backend=ABSENT_CORE, hf_overrides={"absent": rank})
     assert time.monotonic() - killed[0] < DEADLINE
     assert f"engine core {rank} (" in caught.value.cause
     assert "SIGKILL" in caught.value.cause

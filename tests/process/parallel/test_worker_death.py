@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from process_support.engine_under_test import wait_for
+from process_support.absent import ABSENT_WORKER
+from process_support.engine_under_test import SUPPORT_PATH, wait_for
 from process_support.tiny_models import QUANTISED
 
 from nbengine import AsyncLLM, SamplingParams
@@ -121,8 +122,9 @@ def worker_processes(host: psutil.Process) -> list[psutil.Process]:
 
 
 async def test_a_worker_killed_at_the_start_is_named_and_one_killed_idle_in_the_engine_after_it_too(
-    start: StartEngine, private_socket_dir: Path
+    start: StartEngine, private_socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
     killed: list[float] = []
 
     def kill(progress: Progress) -> None:
@@ -135,7 +137,7 @@ async def test_a_worker_killed_at_the_start_is_named_and_one_killed_idle_in_the_
         victim.kill()
 
     with pytest.raises(EngineStartError) as caught:
-        start(tensor_parallel_size=2, progress=kill)
+        start(tensor_parallel_size=2, progress=kill, distributed_executor_backend=ABSENT_WORKER)
     assert time.monotonic() - killed[0] < DEADLINE
     assert "worker 1 (TP1)" in caught.value.cause
     assert "SIGKILL" in caught.value.cause
