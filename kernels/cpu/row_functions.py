@@ -68,7 +68,7 @@ def compile_rows(
     name: str, size: int, element: Element, head_dim: int = 0, *, picked: bool = False, turned: int = 0
 ) -> Function:
     """Compile a function of rows: "rms_norm", "add", "multiply", "divide", "softplus" (of the sum), "at_least", "at_most", "soft_cap",
-    "sigmoid_scale" (`x` times sigmoid of the first number of the other operand),
+    "scale" (`x` times the first number of the other operand), "sigmoid_scale" (times sigmoid of it),
     `DELTA_GATES` or a gate, by the name of its activation, of rows of `size` numbers; "rotate", "rotate_pairs" (of neighbours), "rms_norm_heads",
     "rms_norm_every_other_head", "rms_norm_groups" (each with weights of its own) or "gate_every_other_head" of `size`
     heads.
@@ -112,6 +112,7 @@ def _define(
         "rotate_pairs": partial(_rotate, size, head_dim, turned or head_dim, turn_pairs),
         DELTA_GATES[0]: partial(_decay, size),
         DELTA_GATES[1]: partial(_sigmoid, size),
+        "scale": partial(_scale, size),
         "sigmoid_scale": partial(_sigmoid_scale, size),
         "add": partial(_each, size, lambda _, x, other: x + other),
         "multiply": partial(_each, size, lambda _, x, other: x * other),
@@ -215,8 +216,16 @@ def _sigmoid(heads: int, row: Row) -> None:
         row.code.store(sigmoid(row.code, row.code.load(row.x + at, lanes)), row.output + at)
 
 
+def _scale(size: int, row: Row) -> None:
+    _times(size, row, row.load(row.other, 1))
+
+
 def _sigmoid_scale(size: int, row: Row) -> None:
-    scale = sigmoid(row.code, row.load(row.other, 1)).splat(MAX_LANES)
+    _times(size, row, sigmoid(row.code, row.load(row.other, 1)))
+
+
+def _times(size: int, row: Row, factor: Vector) -> None:
+    scale = factor.splat(MAX_LANES)
     with row.code.loop(0, row.code.integer(size * row.size), MAX_LANES * row.size) as place:
         row.store(row.load(row.x + place) * scale, row.output + place)
 

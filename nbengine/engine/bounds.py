@@ -255,7 +255,8 @@ def _page_bytes(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[int
     except ModelLoadError:
         return 0, 0, ONE_GROUP  # the engine core says what is wrong with the model
     groups = make_groups(model.cache_rules())
-    row = model.cache_parts * model.num_kv_heads * model.head_dim
+    layers = map(model.of_layer, range(model.num_layers))
+    row = model.cache_parts * max(layer.num_kv_heads * layer.head_dim for layer in layers)
     per_token = row * groups.num_tensors(range(model.num_layers))
     page_bytes = per_token * _DTYPE_BYTES[config.model.dtype] * config.cache.block_size
     return page_bytes, model.max_position_embeddings, groups

@@ -8,8 +8,8 @@ from typing import Literal
 
 from nbengine.errors import InvalidArgumentError
 
-RuleKind = Literal["full", "window", "chunk", "recurrent"]
-RULE_KINDS = ("full", "window", "chunk", "recurrent")
+RuleKind = Literal["full", "window", "chunk", "recurrent", "shared"]
+RULE_KINDS = ("full", "window", "chunk", "recurrent", "shared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class LayerRule:
     """The rule for what one layer keeps of a request, as plain data; a model has one for each of its layers.
 
     `size` is the window or the chunk in tokens, or the bytes of a recurrent layer's state in all
-    tensor-parallel ranks together, each of which has an equal part; 0 for full attention.
+    tensor-parallel ranks together, each of which has an equal part; 0 for full attention. A "shared" layer keeps
+    nothing: it reads the keys and values of the layer before it whose number, plus one, is `size`.
     """
 
     kind: RuleKind
@@ -122,6 +123,8 @@ class CacheGroups:
     recurrent: RecurrentSpec | None
     layer_groups: tuple[int, ...]
     """The group of each layer of the model; that of recurrent layers is `num_tables`."""
+    sources: tuple[tuple[int, int], ...] = ()
+    """The layers that keep nothing, each with the layer whose keys and values it reads, which is of the same group."""
 
     @property
     def num_tables(self) -> int:
@@ -140,18 +143,23 @@ class CacheGroups:
 
     def tensor_of(self, layers: range) -> list[int]:
         """Return the physical tensor, of those of a pipeline stage, in which each of its `layers` lies: the
-        k-th layer of every group lies in tensor k. Recurrent layers count apart, from 0."""
-        met = [0] * self.num_groups
-        places = []
+        k-th layer of every group lies in tensor k, and a layer that keeps nothing where its source lies. Recurrent
+        layers count apart, from 0."""
+        met, sources = [0] * self.num_groups, dict(self.sources)
+        places: dict[int, int] = {}
         for layer in layers:
+            if layer in sources:
+                places[layer] = places[sources[layer]]
+                continue
             group = self.layer_groups[layer]
-            places.append(met[group])
+            places[layer] = met[group]
             met[group] += 1
-        return places
+        return list(places.values())
 
     def num_tensors(self, layers: range) -> int:
         """Count the physical tensors of a pipeline stage that has these layers."""
-        own = [self.layer_groups[layer] for layer in layers]
+        sources = dict(self.sources)
+        own = [self.layer_groups[layer] for layer in layers if layer not in sources]
         return max((own.count(group) for group in range(self.num_tables)), default=0)
 
     def num_recurrent(self, layers: range) -> int:
@@ -194,7 +202,7 @@ def make_groups(rules: Sequence[LayerRule]) -> CacheGroups:
     """
     counts: dict[LayerRule, int] = {}
     for rule in rules:
-        if rule.kind != "recurrent":
+        if rule.kind not in ("recurrent", "shared"):
             counts[rule] = counts.get(rule, 0) + 1
     size = min(counts.values(), default=1)
     attention: list[KVCacheSpec] = []
@@ -204,17 +212,21 @@ def make_groups(rules: Sequence[LayerRule]) -> CacheGroups:
         attention += [_spec_of(rule)] * -(-count // size)
         groups_of[rule] = range(first, len(attention))
     met: dict[LayerRule, int] = {}
-    layer_groups = []
+    layer_groups: list[int] = []
     for rule in rules:
         if rule.kind == "recurrent":
             layer_groups.append(len(attention))
+            continue
+        if rule.kind == "shared":
+            layer_groups.append(layer_groups[rule.size - 1])
             continue
         own, number = groups_of[rule], met.get(rule, 0)
         layer_groups.append(own[number % len(own)])
         met[rule] = number + 1
     state_bytes = sum(rule.size for rule in rules if rule.kind == "recurrent")
     recurrent = RecurrentSpec(state_bytes) if state_bytes else None
-    return CacheGroups(tuple(attention), recurrent, tuple(layer_groups))
+    sources = [(layer, rule.size - 1) for layer, rule in enumerate(rules) if rule.kind == "shared"]
+    return CacheGroups(tuple(attention), recurrent, tuple(layer_groups), tuple(sources))
 
 
 ONE_GROUP = make_groups((FULL,))

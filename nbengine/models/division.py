@@ -37,6 +37,9 @@ def check_parallel(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> No
         raise InvalidArgumentError(
             "tensor_parallel_size", tp_size, f"{sizes} for this model ({_shape(config)})"
         )
+    if pp_size > 1 and (config.layer_inputs or any(layer.source is not None for layer in config.layers)):
+        allowed = "1 for this model: its layers take what only the first stage has, or keys of other layers"
+        raise InvalidArgumentError("pipeline_parallel_size", pp_size, allowed)
     if pp_size > config.num_layers:
         raise InvalidArgumentError(
             "pipeline_parallel_size",
@@ -84,7 +87,8 @@ def _divides(tp_size: int, config: DecoderConfig) -> bool:
         return False
     if not all(sizes is None or sizes.divides(tp_size) for sizes in (config.mamba2, config.short_conv)):
         return False
-    return config.num_kv_heads % tp_size == 0 or tp_size % config.num_kv_heads == 0
+    kv_heads = {config.of_layer(index).num_kv_heads for index in range(config.num_layers)}
+    return all(heads % tp_size == 0 or tp_size % heads == 0 for heads in kv_heads)
 
 
 def _inner_sizes(config: DecoderConfig) -> list[int]:

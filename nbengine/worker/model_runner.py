@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -15,7 +14,6 @@ from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.kernels.cpu.huge_pages import can_take_pages
 from nbengine.kernels.dispatch import RecurrentKernels, select_kernels, select_recurrent_kernels
-from nbengine.kernels.kv_cache import cache_shape
 from nbengine.kv_cache.specs import make_groups
 from nbengine.models.causal_model import CausalModel, Classifier
 from nbengine.models.step_output import StepOutput
@@ -40,6 +38,7 @@ from nbengine.worker.batch.step_inputs import StepInputBuilder, StepInputs
 from nbengine.worker.batch.step_sampling import StepSampling
 from nbengine.worker.batch.steps_at_once import MOST_STEPS, EarlierSteps, StepsAtOnce
 from nbengine.worker.decode_graphs import DecodeGraphs, GraphRecorder
+from nbengine.worker.memory.cache_rows import CacheRows
 from nbengine.worker.memory.kv_pages import KVPages
 from nbengine.worker.memory.layer_caches import RecurrentModel, layer_caches, tensors_among
 from nbengine.worker.memory.rehearsal import Rehearsal
@@ -104,6 +103,7 @@ class ModelRunner:
         self._kv_dtype = kv_dtype
         self._kernels = select_kernels(device, kv_dtype, model.hidden_dtype)
         self._groups = make_groups(model.config.cache_rules())
+        self._cache_rows = CacheRows.of(model.config, model.layout, kv_dtype, self._groups)
         self._recurrent_kernels: RecurrentKernels | None = None
         if self._groups.recurrent is not None:
             self._recurrent_kernels = select_recurrent_kernels(device, model.hidden_dtype)
@@ -368,6 +368,7 @@ class ModelRunner:
                 sampled=self._stage.is_last,
                 allocations=self._allocations,
                 num_tables=self._groups.num_tables,
+                spreads=self._cache_rows.spreads,
             )
         except MemoryError as error:
             raise EngineStartError(
@@ -378,13 +379,20 @@ class ModelRunner:
     def _new_kv_caches(self, num_blocks: int, num_slots: int) -> list[Any]:
         shard = self._model.shard
         block_size, config = self._config.cache.block_size, self._model.config
-        shape = cache_shape(
-            self._kv_dtype, num_blocks, shard.num_kv_heads, block_size, config.head_dim, config.cache_parts
-        )
+        rows = self._cache_rows
         try:
-            return layer_caches(self._model, self._groups, shape, self._kv_dtype, num_slots)
+            return layer_caches(
+                self._model,
+                self._groups,
+                rows,
+                self._kv_dtype,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_slots=num_slots,
+            )
         except (MemoryError, OSError, RuntimeError) as error:
-            num_bytes = self._groups.num_tensors(shard.layers) * math.prod(shape) * self._kv_dtype.itemsize
+            numbers = config.cache_parts * num_blocks * block_size * rows.widest
+            num_bytes = self._groups.num_tensors(shard.layers) * numbers * self._kv_dtype.itemsize
             slots = f", {num_slots} slots for recurrent state" if num_slots else ""
             raise EngineStartError(
                 f"could not allocate a KV cache of {size(num_bytes)} ({num_blocks} blocks{slots}) on {self._device}; "

@@ -189,6 +189,17 @@ def test_two_rows_of_any_size_are_combined_as_torch_does(name: str, size: int) -
     torch.testing.assert_close(output, COMBINED[name](x, other), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("size", [16, 96])
+def test_each_row_is_multiplied_by_a_number_of_its_own(size: int) -> None:
+    chance = torch.Generator().manual_seed(size)
+    x, factors = torch.randn(19, size, generator=chance), torch.randn(19, 3, generator=chance)
+    x[3, 5], factors[4, 0] = torch.nan, torch.inf
+    output = torch.full((19, size), 7.0)
+    function = compile_rows("scale", size, Element.FLOAT32)
+    RowFunction(function).run(x, output, factors.data_ptr(), factors.stride(0) * 4)
+    torch.testing.assert_close(output, x * factors[:, :1], rtol=0, atol=0, equal_nan=True)
+
+
 @settings(max_examples=amount(12, thorough=800))
 @given(rows=st.integers(1, 40), size=st.integers(1, 70), seed=st.integers(0, 10**9))
 def test_softplus_of_a_sum_is_exact_to_some_places(rows: int, size: int, seed: int) -> None:

@@ -30,6 +30,8 @@ class FamilyCase:
     settings: dict[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
     """The longest sequence, where the model is told one."""
+    has_stages: bool = True
+    """False if its layers cannot be divided among pipeline stages."""
 
 
 LATENT = {
@@ -48,6 +50,15 @@ LATENT = {
 """Latent attention; of three layers the first has no experts."""
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GROUPS = {"n_group": 4, "topk_group": 2}
+GLM_4_MOE = {
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "attention_bias": True,
+    "num_mtp_layers": 0,
+}
 MSCALE = {**YARN, "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast": 4.0}
 LLAMA_4 = {
     "head_dim": 16,
@@ -67,9 +78,32 @@ LLAMA_4 = {
     },
 }
 """The factor of queries grows every five tokens; no matrix of experts is square."""
+GROWING = {
+    **YARN,
+    "factor": 32.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.6,
+}
+"""Queries grow every eight tokens."""
+GEMMA_4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": [SLIDING, FULL] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": 0,
+    **WINDOWS,
+}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 40, **WINDOWS}
 CASES: dict[str, FamilyCase] = {
     "mistral window": FamilyCase("Mistral", {"head_dim": 16, **WINDOWS}),
+    "ministral": FamilyCase(
+        "Ministral", {"head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING], **WINDOWS}
+    ),
+    "ministral 3": FamilyCase("Ministral3", {"head_dim": 16, "rope_parameters": GROWING}),
     "qwen2 window": FamilyCase("Qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOWS}),
     "qwen3 window": FamilyCase(
         "Qwen3", {"head_dim": 16, "use_sliding_window": True, "max_window_layers": 2, **WINDOWS}
@@ -110,6 +144,28 @@ CASES: dict[str, FamilyCase] = {
                 FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 SLIDING: {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "gemma4": FamilyCase(
+        "Gemma4",
+        {
+            **GEMMA_4,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+        has_stages=False,
+    ),
+    "gemma4 of few heads": FamilyCase(
+        "Gemma4",
+        {
+            **GEMMA_4,
+            "num_hidden_layers": 4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
         },
     ),
     "phi3": FamilyCase("Phi3", {"pad_token_id": 0, **WINDOWS}),
@@ -155,6 +211,10 @@ CASES: dict[str, FamilyCase] = {
             "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
             **WINDOWS,
         },
+    ),
+    "olmoe": FamilyCase("Olmoe", {**EXPERTS, "intermediate_size": 32}),
+    "olmoe renormalised": FamilyCase(
+        "Olmoe", {**EXPERTS, "norm_topk_prob": True, "num_key_value_heads": 1, "attention_bias": True}
     ),
     "granite": FamilyCase(
         "Granite",
@@ -207,6 +267,12 @@ CASES: dict[str, FamilyCase] = {
             "attn_temperature_tuning": False,
         },
     ),
+    "exaone 4": FamilyCase("Exaone4", {"head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING], **WINDOWS}),
+    "exaone 4 without windows": FamilyCase(
+        "Exaone4", {"head_dim": 16, "layer_types": [FULL] * 3, "sliding_window": None}
+    ),
+    "ernie 4.5": FamilyCase("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "seed-oss": FamilyCase("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
     "gpt-oss": FamilyCase(
         "GptOss",
         {
@@ -221,6 +287,18 @@ CASES: dict[str, FamilyCase] = {
     ),
     "glm": FamilyCase("Glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": FamilyCase("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4 moe": FamilyCase("Glm4Moe", GLM_4_MOE),
+    "glm4 moe with norms and groups": FamilyCase(
+        "Glm4Moe",
+        {
+            **GLM_4_MOE,
+            **GROUPS,
+            "first_k_dense_replace": 0,
+            "use_qk_norm": True,
+            "attention_bias": False,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "deepseek v2": FamilyCase("DeepseekV2", {**LATENT, "rope_parameters": MSCALE}),
     "deepseek v2 groups": FamilyCase(
         "DeepseekV2",

@@ -81,6 +81,7 @@ _LLAMA_4 = {
 """The chunks, the growth of queries and the layers that turn nothing are those of the released models."""
 CASES: dict[str, GGUFCase] = {
     "mistral window": _of("llama", "mistral window"),
+    "ministral 3": _of("mistral3", "ministral 3"),
     "llama 4": _of("llama4", "llama 4", ("moe_layers", "no_rope_layer_interval"), **_LLAMA_4),
     "qwen2 yarn": _of("qwen2", "qwen2 yarn"),
     "gemma": _of("gemma", "gemma", tie_word_embeddings=True),
@@ -93,6 +94,8 @@ CASES: dict[str, GGUFCase] = {
         layer_types=None,
         rope_parameters=_LINEAR_ROPE,
     ),
+    "gemma4": _of("gemma4", "gemma4", vocab_size_per_layer_input=260, tie_word_embeddings=True),
+    "gemma4 of few heads": _of("gemma4", "gemma4 of few heads", attention_bias=False),
     "phi3 long": _of("phi3", "phi3 long"),
     "phi3 short": replace(
         _of(
@@ -112,11 +115,18 @@ CASES: dict[str, GGUFCase] = {
     "olmo3 yarn": _of(
         "olmo2", "olmo3 yarn", num_hidden_layers=4, layer_types=[*["sliding_attention"] * 3, _FULL]
     ),
+    "olmoe": _of("olmoe", "olmoe"),
     "granite": _of("granite", "granite", ("mlp_bias",)),
     "granite moe": _of("granitemoe", "granite moe", intermediate_size=64),
     "smollm3": _of("smollm3", "smollm3", no_rope_layers=None, num_hidden_layers=4),
+    "exaone 4": _of("exaone4", "exaone 4"),
+    "exaone 4 without windows": _of("exaone4", "exaone 4 without windows"),
+    "ernie 4.5": _of("ernie4_5", "ernie 4.5", use_bias=False, tie_word_embeddings=True),
+    "seed-oss": _of("seed_oss", "seed-oss", attention_out_bias=False, mlp_bias=False),
     "glm": _of("chatglm", "glm", rms_norm_eps=1e-5),
     "glm4": _of("glm4", "glm4"),
+    "glm4 moe": _of("glm4moe", "glm4 moe"),
+    "glm4 moe with norms and groups": _of("glm4moe", "glm4 moe with norms and groups"),
     "qwen3.5": GGUFCase("qwen35", "Qwen3_5", {**QWEN, **_LINEAR_SIZES}, _SECTIONS),
     "qwen3.5 of one value head": GGUFCase(
         "qwen35", "Qwen3_5", {**QWEN, **_LINEAR_SIZES, "linear_num_value_heads": 2}, _SECTIONS

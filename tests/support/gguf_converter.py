@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
-from tests.support import gguf_llama4
+from tests.support import gguf_further, gguf_llama4
 
 F32 = GGMLQuantizationType.F32
 VOCABULARY = 260
@@ -27,22 +27,29 @@ VOCABULARY = 260
 ARCHS = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "Ministral3ForCausalLM": "mistral3",
     "Llama4ForCausalLM": "llama4",
     "Qwen2ForCausalLM": "qwen2",
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "Phi3ForCausalLM": "phi3",
     "OlmoForCausalLM": "olmo",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo2",
+    "OlmoeForCausalLM": "olmoe",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeHybridForCausalLM": "granitehybrid",
     "BambaForCausalLM": "granitehybrid",
     "SmolLM3ForCausalLM": "smollm3",
+    "Exaone4ForCausalLM": "exaone4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "SeedOssForCausalLM": "seed_oss",
     "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4moe",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
     "Mamba2ForCausalLM": "mamba2",
@@ -50,7 +57,7 @@ ARCHS = {
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe",
 }
-_PERMUTED = ("llama", "olmo", "granite", "granitemoe", "granitehybrid", "smollm3")
+_PERMUTED = ("llama", "mistral3", "olmo", "granite", "granitemoe", "granitehybrid", "smollm3")
 _LINEAR = ("qwen3next", "qwen35", "qwen35moe")
 
 
@@ -148,6 +155,7 @@ class Converter:
         yield from self._experts()
         yield from self._scales()
         yield from self._recurrent()
+        yield from gguf_further.metadata(arch, config)
 
     def _mamba2(self) -> Iterator[tuple[str, Any]]:
         """The metadata that its class writes in place of everything else."""
@@ -168,7 +176,7 @@ class Converter:
     def _rotary(self) -> Iterator[tuple[str, Any]]:
         config, rope, arch = self.config, self.rope, self.arch
         part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        if arch in (*_PERMUTED, "llama4", "phi3", "glm4", "chatglm", *_LINEAR):
+        if arch in (*_PERMUTED, "llama4", "phi3", "glm4", "glm4moe", "chatglm", *_LINEAR):
             yield "{arch}.rope.dimension_count", int(self.head_dim * (1.0 if part is None else part))
         if arch == "phi3":
             original = rope.get("original_max_position_embeddings", 4096)
@@ -277,6 +285,8 @@ class Converter:
             yield "rope_factors_short.weight", torch.tensor(self.rope["short_factor"])
         if self.rope.get("rope_type") == "llama3":
             yield "rope_freqs.weight", gguf_llama4.frequency_factors(self.rope, self.head_dim)
+        if self.arch == "gemma4":
+            yield "rope_freqs.weight", torch.tensor(gguf_further.still_pairs(self.config))
         experts: dict[str, dict[int, Tensor]] = {}
         for name, tensor in self.tensors.items():
             name = name.replace(".feed_forward.experts.", ".mlp.experts.")
@@ -318,7 +328,8 @@ class Converter:
             yield f"blk.{layer}.ffn_down.weight", tensor
             return
         if (
-            arch.startswith("gemma") or (arch in _LINEAR and not name.endswith("linear_attn.norm.weight"))
+            arch in ("gemma", "gemma2", "gemma3")
+            or (arch in _LINEAR and not name.endswith("linear_attn.norm.weight"))
         ) and name.endswith("norm.weight"):
             tensor = tensor + 1
         if arch == "llama4" and name.endswith(gguf_llama4.STACKED):
@@ -332,6 +343,8 @@ class Converter:
             return
         if "conv.conv.weight" in name:
             tensor = tensor.squeeze(1)
+        name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
+        name = f"{name}.weight" if name.endswith(".layer_scalar") else name
         if name.endswith(".expert_bias"):
             name = f"{name}.bias"
         if name.endswith("shared_expert_gate.weight"):

@@ -12,8 +12,9 @@ from typing import Any
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import GGUFHeader
+from nbengine.models.checkpoints.gguf_gemma4 import gemma4_entries
 from nbengine.models.checkpoints.gguf_hybrids import granite, lfm2, lfm2moe, mamba2, qwen3next, qwen35
-from nbengine.models.checkpoints.gguf_latent import latent_entries
+from nbengine.models.checkpoints.gguf_latent import SIGMOID, latent_entries
 from nbengine.models.checkpoints.gguf_rope import (
     DEFAULT_THETA,
     head_dim_of,
@@ -53,6 +54,8 @@ class Architecture:
     """False if no layer has heads of keys and values, whatever the file says of them."""
     reads: tuple[str, ...] = ()
     """Keys of experts that `more` reads, and that others' files have with values that change nothing."""
+    has_varied_layers: bool = False
+    """True if layers have different numbers of key heads and inner features, which `more` reads."""
 
 
 def _llama(header: GGUFHeader) -> Entries:
@@ -142,6 +145,50 @@ def _glm4(header: GGUFHeader) -> Entries:
     return {}
 
 
+def _glm4moe(header: GGUFHeader) -> Entries:
+    """Return the entries of GLM-4.5 to 4.7.
+
+    Raises:
+        ModelLoadError: experts have other scores than those of all released models.
+    """
+    arch = header.architecture
+    gating, scale = f"{arch}.expert_gating_func", f"{arch}.expert_weights_scale"
+    if header.integer_or(gating, SIGMOID) != SIGMOID:
+        raise ModelLoadError(f"{header.path}: {gating} {header.metadata[gating]!r} is not supported")
+    return {
+        "use_qk_norm": header.has_tensor("attn_q_norm.weight"),
+        "n_routed_experts": header.integer(f"{arch}.expert_count"),
+        "n_shared_experts": header.integer_or(f"{arch}.expert_shared_count", 0),
+        "moe_intermediate_size": header.integer(f"{arch}.expert_feed_forward_length"),
+        "first_k_dense_replace": header.integer_or(f"{arch}.leading_dense_block_count", 0),
+        "routed_scaling_factor": header.number(scale) if scale in header.metadata else 1.0,
+        "norm_topk_prob": bool(header.metadata.get(f"{arch}.expert_weights_norm", True)),
+        "n_group": header.integer_or(f"{arch}.expert_group_count", 1),
+        "topk_group": header.integer_or(f"{arch}.expert_group_used_count", 1),
+    }
+
+
+def _mistral3(header: GGUFHeader) -> Entries:
+    rope, key = rope_parameters(header), "mistral3.attention.temperature_scale"
+    original = header.integer("mistral3.context_length")
+    growth = {"llama_4_scaling_beta": header.number(key)} if key in header.metadata else {}
+    return {"rope_parameters": {"original_max_position_embeddings": original, **rope, **growth}}
+
+
+def _exaone4(header: GGUFHeader) -> Entries:
+    if not window_of(header):
+        return {"sliding_window": None}
+    return {"layer_types": [_SLIDING if window else _FULL for window in windows_of(header, 4)]}
+
+
+def _ernie(header: GGUFHeader) -> Entries:
+    return {"use_bias": header.has_tensor("attn_q.bias")}
+
+
+def _seed(header: GGUFHeader) -> Entries:
+    return {"attention_out_bias": header.has_tensor("attn_output.bias")}
+
+
 def _phi3(header: GGUFHeader) -> Entries:
     key = "phi3.rope.scaling.original_context_length"
     return {"original_max_position_embeddings": header.integer(key)} if key in header.metadata else {}
@@ -155,6 +202,7 @@ def _gpt_oss(header: GGUFHeader) -> Entries:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, permuted=True, may_have_experts=True),
+    "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", _mistral3, permuted=True),
     "llama4": Architecture("llama4_text", "Llama4ForCausalLM", _llama4, may_have_experts=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", may_have_experts=True),
@@ -169,9 +217,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3),
+    "gemma4": Architecture("gemma4_text", "Gemma4ForCausalLM", gemma4_entries, has_varied_layers=True),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3),
     "olmo": Architecture("olmo", "OlmoForCausalLM", _olmo, permuted=True),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", may_have_experts=True),
     "granite": Architecture("granite", "GraniteForCausalLM", granite, permuted=True),
     "granitemoe": Architecture(
         "granitemoe", "GraniteMoeForCausalLM", granite, permuted=True, may_have_experts=True
@@ -189,8 +239,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "mamba2": Architecture("mamba2", "Mamba2ForCausalLM", mamba2, has_attention=False),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True),
+    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", _exaone4),
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", _ernie),
+    "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", _seed),
     "chatglm": Architecture("glm", "GlmForCausalLM"),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _glm4moe,
+        may_have_experts=True,
+        reads=(
+            "expert_gating_func",
+            "expert_weights_scale",
+            "leading_dense_block_count",
+            "expert_group_count",
+        ),
+    ),
     "deepseek2": Architecture("deepseek_v2", "DeepseekV2ForCausalLM", latent_entries, may_have_experts=True),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, may_have_experts=True),
 }

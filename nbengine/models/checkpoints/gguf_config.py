@@ -42,9 +42,11 @@ _WITH_WINDOWS = (
     "qwen3moe",
     "gemma2",
     "gemma3",
+    "gemma4",
     "phi3",
     "gpt-oss",
     "olmo2",
+    "exaone4",
 )
 """The architectures whose layers may have a window."""
 _SAMPLING_KEYS = {
@@ -95,16 +97,17 @@ def _attention(header: GGUFHeader) -> dict[str, Any]:
     arch = header.architecture
     num_heads = header.largest(f"{arch}.attention.head_count")
     config: dict[str, Any] = {
-        "intermediate_size": _intermediate_size(header),
         "num_attention_heads": num_heads,
-        # A file may say that no layer has any.
-        "num_key_value_heads": _kv_heads(header, num_heads) or num_heads,
         "head_dim": head_dim_of(header),
         "rms_norm_eps": _eps(header),
         **rope_entries(header),
         "attention_bias": header.has_tensor("attn_q.bias") or header.has_tensor("attn_qkv.bias"),
         "mlp_bias": header.has_tensor("ffn_gate.bias"),
     }
+    if not ARCHITECTURES[arch].has_varied_layers:
+        # A file may say that no layer has any key heads.
+        config["num_key_value_heads"] = _kv_heads(header, num_heads) or num_heads
+        config["intermediate_size"] = _intermediate_size(header)
     if window := window_of(header):
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     return config

@@ -27,7 +27,21 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 """Those with which it expresses LongRoPE."""
 
 _READ_WITH_CONFIG = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-_GLOBAL_NAMES = ("model.embed_tokens", "model.norm", "model.embedding_norm", "lm_head")
+_GLOBAL_NAMES = (
+    "model.embed_tokens",
+    "model.norm",
+    "model.embedding_norm",
+    "lm_head",
+    "model.embed_tokens_per_layer",
+    "model.per_layer_model_projection",
+    "model.per_layer_projection_norm",
+)
+_INPUT_NAMES = (
+    "layer_scalar",
+    "per_layer_input_gate",
+    "per_layer_projection",
+    "post_per_layer_input_norm",
+)
 _ATTENTION_NAMES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "sinks")
 _LATENT_NAMES = (
     "q_a_proj",
@@ -150,6 +164,8 @@ def _in_layer(config: DecoderConfig, layer: int) -> Iterator[str]:
     for name in (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp):
         if name is not None:
             yield name
+    if config.layer_scales:
+        yield from _INPUT_NAMES
     block: str
     inside: tuple[str, ...]
     block, inside = "self_attn", (*_ATTENTION_NAMES, *_LATENT_NAMES)

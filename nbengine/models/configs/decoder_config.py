@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nbengine.errors import ModelLoadError
@@ -37,12 +37,20 @@ class LayerConfig:
     `attention` says which keys a query sees: all before it ("full"), those of the last `size` tokens ("window"), or
     those of its own `size` tokens ("chunk"); a layer that is "recurrent" has a block with a state in place of
     attention, which takes `size` bytes of a request.
-    `rope` is the number of its rotary embedding; None: it has none.
+    `rope` is the number of its rotary embedding; None: it has none. `head_dim`, `kv_heads` and `inner` are its own in
+    place of the model's `head_dim`, `num_kv_heads` and `intermediate_size`, unless they are 0. A layer with a `source`
+    makes no keys and values, and reads those of the layer with that number. `values_of_keys`: the projection to keys is
+    that to values, too.
     """
 
     attention: Literal["full", "window", "chunk", "recurrent"] = "full"
     size: int = 0
     rope: int | None = 0
+    head_dim: int = 0
+    kv_heads: int = 0
+    inner: int = 0
+    source: int | None = None
+    values_of_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +69,13 @@ PRE_NORMS = LayerNorms()
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """The factor of queries in layers without rotary embedding: at position p it is
-    1 + `rate` * log(1 + floor((p + 1) / `step`)) (Nakanishi, 2025)."""
+    """The factor of queries in layers without rotary embedding, or `of_turned`, in those with one: at position p it is
+    1 + `rate` * log(1 + floor((p + `ahead`) / `step`)) (Nakanishi, 2025)."""
 
     step: int
     rate: float
+    ahead: int = 1
+    of_turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +139,12 @@ class DecoderConfig:
     whose weight goes nowhere. Projections to queries, keys and values are cut to at most `clip_qkv`. With
     `attention_gate` each head has a gate beside its query, whose sigmoid its output is multiplied by. `delta_rule`,
     `mamba2` or `short_conv` has the sizes of recurrent layers. With `latent` attention reads latents: a layer keeps one
-    row of `head_dim` numbers a token, as if there were one key head, and no values beside it. `query_growth` is for
-    layers without rotary embedding.
+    row of `head_dim` numbers a token, as if there were one key head, and no values beside it. `query_growth` is
+    for layers with or without rotary embedding.
+
+    With `value_norm` values are normalised per head, without a weight. `layer_inputs` is how many numbers each layer takes
+    of an embedding that it has for each of `layer_input_tokens` tokens, and `layer_scales` says that each multiplies the
+    residual stream in the end (Gemma 4).
 
     `family` names the class that builds the model (`nbengine.models.registry.load_family`).
     """
@@ -177,6 +191,10 @@ class DecoderConfig:
     short_conv: ShortConvConfig | None = None
     latent: LatentConfig | None = None
     query_growth: QueryGrowth | None = None
+    value_norm: bool = False
+    layer_inputs: int = 0
+    layer_input_tokens: int = 0
+    layer_scales: bool = False
     family: str = "nbengine.models.family:DecoderFamily"
 
     def __post_init__(self) -> None:
@@ -202,10 +220,27 @@ class DecoderConfig:
         """Return what the layer with this number has of its own."""
         return self.layers[index] if self.layers else LayerConfig()
 
+    def of_layer(self, index: int) -> DecoderConfig:
+        """Return the parameters of a model whose layers have all the sizes of this one."""
+        own = self.layer(index)
+        if not (own.head_dim or own.kv_heads or own.inner):
+            return self
+        return replace(
+            self,
+            head_dim=own.head_dim or self.head_dim,
+            num_kv_heads=own.kv_heads or self.num_kv_heads,
+            intermediate_size=own.inner or self.intermediate_size,
+        )
+
     def cache_rules(self) -> tuple[LayerRule, ...]:
         """Return what each layer of the model keeps of a request."""
         layers = map(self.layer, range(self.num_layers))
-        return tuple(LayerRule(layer.attention, layer.size) for layer in layers)
+        return tuple(
+            LayerRule(layer.attention, layer.size)
+            if layer.source is None
+            else LayerRule("shared", layer.source + 1)
+            for layer in layers
+        )
 
     @property
     def cache_parts(self) -> int:

@@ -15,7 +15,7 @@ from nbengine.errors import ModelLoadError, quoted
 from nbengine.models.configs.hf_config import number, positive
 
 DEFAULT_THETA = 10000.0
-_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _OLDER_NAMES = {"su": "longrope", "mrope": "default"}
 
 
@@ -28,7 +28,8 @@ class RopeScaling:
     `low_freq_factor` times in the original context and keeps those that turn more than `high_freq_factor` times
     (Peng et al., 2023); `longrope` divides each by its own number, by `frequency_factors` in models for up to
     `original_max_position_embeddings` tokens and by `long_factors` in others (Ding et al., 2024); `dynamic` raises
-    their base in models for more than `original_max_position_embeddings` tokens. The cosines and sines are multiplied
+    their base in models for more than `original_max_position_embeddings` tokens; `proportional` keeps the first `part`
+    of them, and the others are zero. The cosines and sines are multiplied
     by `attention_factor`. `truncate`: the bounds of YaRN are whole numbers.
     """
 
@@ -41,14 +42,17 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
     truncate: bool = True
+    part: float = 1.0
 
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding: its base, and the way in which its frequencies are stretched."""
+    """A rotary embedding: its base, and the way in which its frequencies are stretched. It turns the first `size`
+    dimensions of a head; 0: as many as the model's others."""
 
     theta: float = DEFAULT_THETA
     scaling: RopeScaling | None = None
+    size: int = 0
 
 
 def rope_of(hf: Mapping[str, Any], stated: Mapping[str, Any], theta: float = DEFAULT_THETA) -> Rope:
@@ -77,6 +81,9 @@ def rope_of(hf: Mapping[str, Any], stated: Mapping[str, Any], theta: float = DEF
             return Rope(base, _llama3(stated))
         case "yarn":
             return Rope(base, _yarn(hf, stated))
+        case "proportional":
+            factor, part = number(stated, "factor", 1.0), number(stated, "partial_rotary_factor", 1.0)
+            return Rope(base, RopeScaling("proportional", factor, part=part))
         case "longrope":
             return Rope(base, _longrope(hf, stated))
     raise ModelLoadError(f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_KINDS)}")

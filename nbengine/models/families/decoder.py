@@ -94,7 +94,7 @@ class DecoderForCausalLM:
         self.rotaries = [
             RotaryEmbedding(
                 rope,
-                config.rotary_dim or config.head_dim,
+                rope.size or config.rotary_dim or config.head_dim,
                 max_positions=positions,
                 dtype=self.hidden_dtype,
                 device=device,
@@ -176,15 +176,21 @@ class DecoderForCausalLM:
                 return prepared
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         stream = ResidualStream(x, self.config.residual_scale)
-        angles = [rotary.at(positions) for rotary in self.rotaries]
-        if self.query_factors is not None:
-            angles.append(self.query_factors.at(positions))
+        angles = self._of_tokens(input_ids, x, positions)
         for layer, kv_cache, own in zip(self.layers, kv_caches, self._metadata_of_layers(attn), strict=True):
             layer(stream, angles, kv_cache, own)
             self.on_layers(1)
         return StepOutput(stream.read(self.norm))
 
     __call__ = forward
+
+    def _of_tokens(self, input_ids: Tensor, x: Tensor, positions: Tensor) -> list[Tensor]:  # noqa: ARG002
+        """Return what layers need of tokens beside the residual stream x [T, hidden]: angles by positions, and factors
+        of queries; families whose layers need more override it."""
+        angles = [rotary.at(positions) for rotary in self.rotaries]
+        if self.query_factors is not None:
+            angles.append(self.query_factors.at(positions))
+        return angles
 
     def new_states(self, num_slots: int) -> list[RecurrentState]:
         """Return the memory of `num_slots` states for each recurrent layer of this worker, in the layers' order."""
@@ -330,7 +336,7 @@ class DecoderForCausalLM:
     def feed_forward(self, index: int, place: Place, parallel: ParallelState) -> FeedForward:
         """Make the feed-forward block, or the experts, of the layer with this number, whose weights lie at
         `place`; families with blocks of their own override it."""
-        config = self.config
+        config = self.config.of_layer(index)
         if config.moe is not None and config.moe.has_experts(index):
             kernels = select_expert_kernels(self.device, self.dtype)
             return SparseMoeBlock(config.moe, config.hidden_size, kernels, place=place, parallel=parallel)
@@ -346,7 +352,8 @@ class DecoderForCausalLM:
     def _layer(self, place: Place, index: int, parallel: ParallelState) -> DecoderLayer:
         has_mlp = self.config.intermediate_size or self.config.moe is not None
         mlp = self.feed_forward(index, place.inside("mlp"), parallel) if has_mlp else None
-        return DecoderLayer(self.config, self.config.layer(index), self.rotaries, mlp, place, parallel)
+        config = self.config.of_layer(index)
+        return DecoderLayer(config, config.layer(index), self.rotaries, mlp, place, parallel)
 
     def _vocabulary_rows(self, name: str, place: Place, parallel: ParallelState) -> VocabParallelEmbedding:
         sizes = (self.config.vocab_size, self.config.hidden_size)

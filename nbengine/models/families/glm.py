@@ -1,4 +1,4 @@
-"""GLM-4, in its first form (glm) and that of 0414 (glm4)."""
+"""GLM-4, in its first form (glm) and that of 0414 (glm4); GLM-4.5 to 4.7, which have experts (glm4_moe)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from nbengine.models.checkpoints.tensor_names import TensorPart
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
+from nbengine.models.families.deepseek import DeepseekV3
 from nbengine.models.families.phi import fused_parts
 from nbengine.models.family import DecoderFamily
 
@@ -47,3 +48,30 @@ class Glm4(Glm):
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
         return {**super().variant(hf), "norms": _BOTH}
+
+
+class Glm4Moe(DeepseekV3):
+    """GLM-4.5 to 4.7: DeepSeek-V3's experts, and attention with heads of keys and values."""
+
+    title = "GLM-4.5, 4.5 Air, 4.6, 4.7"
+    defaults: Mapping[str, Any] = {
+        **DeepseekV3.defaults,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        return {
+            "attention_bias": bool(hf.get("attention_bias", False)),
+            "qk_norm": bool(hf.get("use_qk_norm", False)),
+            "moe": self.experts(hf),
+        }

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nbengine.models.configs.decoder_config import DecoderConfig, QueryGrowth
+from nbengine.models.configs.hf_config import number, positive, stated_rope
 from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_of, window_of
+
+_ORIGINAL = 16_384
+_BETA = "llama_4_scaling_beta"
 
 
 class Llama(DecoderFamily):
@@ -25,11 +30,58 @@ class Llama(DecoderFamily):
 
 
 class Mistral(TextPart):
-    """Mistral, whose first version sees the last 4,096 tokens; the text of the models with images, too."""
+    """Mistral, whose first version sees the last 4,096 tokens; the text of the models with images, too.
 
-    title = "Mistral, Ministral; Mistral Small 3 (text)"
+    The rotary embedding of those since Ministral 3 says that queries grow behind the original context.
+    """
+
+    title = "Mistral, Devstral; Mistral Small 3, Ministral 3 with images (text)"
     defaults: Mapping[str, Any] = {"num_key_value_heads": 8}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
-        return {"layers": layers_of(hf, window_of(hf))}
+        return {"layers": layers_of(hf, window_of(hf)), "query_growth": _growth(stated_rope(hf))}
+
+
+class Ministral(Mistral):
+    """Ministral 8B, some of whose layers have a window."""
+
+    title = "Ministral 8B"
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`; null says that no layer has a window."""
+        return super().config({"sliding_window": 4096, **hf})
+
+
+class Ministral3(Mistral):
+    """Ministral 3 without its part for images."""
+
+    title = "Ministral 3, Devstral 2"
+    defaults: Mapping[str, Any] = {
+        **Mistral.defaults,
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-5,
+    }
+    rope: Mapping[str, Any] = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": _ORIGINAL,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        _BETA: 0.1,
+    }
+    """The rotary embedding of a configuration that says nothing of it."""
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`."""
+        return super().config(hf if stated_rope(hf) else {**hf, "rope_parameters": self.rope})
+
+
+def _growth(rope: Mapping[str, Any]) -> QueryGrowth | None:
+    """Return how queries grow, if what is stated of a rotary embedding says that they do."""
+    if not rope.get(_BETA):
+        return None
+    step = positive(rope, "original_max_position_embeddings", _ORIGINAL)
+    return QueryGrowth(step, number(rope, _BETA), ahead=0, of_turned=True)

@@ -1,12 +1,14 @@
-"""OLMo 1 to 3."""
+"""OLMo 1 to 3, and OLMoE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from nbengine.errors import ModelLoadError
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
 from nbengine.models.configs.hf_config import number, positive, stated_rope
+from nbengine.models.configs.moe_config import MoEConfig
 from nbengine.models.configs.rope_config import rope_of
 from nbengine.models.family import DecoderFamily, layers_of
 
@@ -28,6 +30,39 @@ class Olmo(DecoderFamily):
             "clip_qkv": None if hf.get("clip_qkv") is None else number(hf, "clip_qkv"),
             "attention_bias": bias,
             "attention_out_bias": bias,
+        }
+
+
+class Olmoe(DecoderFamily):
+    """OLMoE: experts, and norms of queries and keys over all heads."""
+
+    title = "OLMoE"
+    has_experts = True
+    defaults: Mapping[str, Any] = {
+        "intermediate_size": 2048,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    }
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        if hf.get("clip_qkv") is not None:
+            raise ModelLoadError(f"config.json: clip_qkv must be null for OLMoE, got {hf['clip_qkv']!r}")
+        bias = bool(hf.get("attention_bias", False))
+        moe = MoEConfig(
+            num_experts=positive(hf, "num_experts"),
+            experts_per_token=positive(hf, "num_experts_per_tok"),
+            intermediate_size=positive(hf, "intermediate_size"),
+            renormalize=bool(hf.get("norm_topk_prob", False)),
+        )
+        return {
+            "qk_norm": True,
+            "qk_norm_whole": True,
+            "attention_bias": bias,
+            "attention_out_bias": bias,
+            "moe": moe,
         }
 
 

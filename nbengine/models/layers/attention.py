@@ -33,6 +33,10 @@ class Attention:
         strides are fine) and kv_cache [2, num_blocks, num_kv_heads, block_size, head_dim]; return [T,
         num_heads, head_dim]."""
         attn.kernels.write_kv(key, value, kv_cache, attn.slot_mapping)
+        return self.read(query, kv_cache, attn)
+
+    def read(self, query: Tensor, kv_cache: Tensor, attn: AttentionMetadata) -> Tensor:
+        """Attend with query [T, num_heads, head_dim] to keys and values that are in the cache."""
         return attn.kernels.paged_attention(query, kv_cache, attn, self.options)
 
 

@@ -48,7 +48,10 @@ class DecoderAttention:
             bias=config.attention_bias,
             place=place,
             query_parts=2 if config.attention_gate else 1,
+            has_keys=layer.source is None,
         )
+        self.reads_others = layer.source is not None
+        """True if the keys and values are another layer's."""
         self.o_proj = row_parallel_linear(
             config.num_heads * size,
             config.hidden_size,
@@ -57,11 +60,16 @@ class DecoderAttention:
             place=place.inside("o_proj"),
         )
         self.q_norm, self.k_norm = _head_norms(config, shard, place, parallel)
+        if self.reads_others:
+            self.k_norm = None
+        self.value_norm = config.rms_norm_eps if config.value_norm else None
+        """The epsilon of the norm of values, which has no weight; None: there is no such norm."""
         self.rotary = None if layer.rope is None else rotaries[layer.rope]
         self.rope = layer.rope
         self.turned_norm = config.rms_norm_eps if config.turned_norm and layer.rope is not None else None
         """The epsilon of the norm of turned queries and keys; None: there is no such norm."""
-        grows = config.query_growth is not None and layer.rope is None
+        growth = config.query_growth
+        grows = growth is not None and growth.of_turned == (layer.rope is not None)
         self.growth = len(rotaries) if grows else None
         """The place of the queries' factors behind the angles of all rotary embeddings; None: they have none."""
         self.sinks: WeightSlot | None = None
@@ -84,6 +92,8 @@ class DecoderAttention:
     def __call__(self, x: Tensor, angles: list[Tensor], kv_cache: Tensor, attn: AttentionMetadata) -> Tensor:
         """Turn normalised hidden states x [T, hidden] into the attention block's output [T, hidden]; `angles` are
         those of each rotary embedding, and behind them the factors of queries, if the model has any."""
+        if self.reads_others:
+            return self._read(x, angles, kv_cache, attn)
         projected = self.qkv_proj(x)
         if self.clip is not None:
             projected.clamp_(-self.clip, self.clip)
@@ -98,24 +108,35 @@ class DecoderAttention:
             query_key = self.rotary.rotate(query_key, angles[self.rope])
         if self.turned_norm is not None:
             query_key = F.rms_norm(query_key, query_key.shape[-1:], eps=self.turned_norm)
+        if self.value_norm is not None:
+            value = F.rms_norm(value, value.shape[-1:], eps=self.value_norm)
         query, key = query_key.split_with_sizes(self._query_and_key, dim=1)
         if self.growth is not None:
             query = (query * angles[self.growth]).to(query.dtype)
         out = self.attention(query, key, value, kv_cache, attn).reshape(-1, self._out_size)
         return self.o_proj(out if gate is None else self._gated(out, gate))
 
+    def _read(self, x: Tensor, angles: list[Tensor], kv_cache: Tensor, attn: AttentionMetadata) -> Tensor:
+        """Do the same with the keys and values of another layer."""
+        query = self.qkv_proj(x).view(-1, self._query_and_key[0], self._heads_shape[2])
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        if self.rotary is not None and self.rope is not None:
+            query = self.rotary.rotate(query, angles[self.rope])
+        return self.o_proj(self.attention.read(query, kv_cache, attn).reshape(-1, self._out_size))
+
     def warm_up(self) -> None:
         """Compile what turns queries and keys."""
         if self.rotary is not None and self.rotary.size == self.attention.head_dim:
-            self.rotary.warm_up(sum(self._query_and_key))
+            self.rotary.warm_up(self._query_and_key[0] if self.reads_others else sum(self._query_and_key))
 
     def slots(self, prefix: str) -> Slots:
         """Yield the weights under the checkpoint's names."""
         yield from self.qkv_proj.slots(prefix)
         yield from self.o_proj.slots(f"{prefix}.o_proj")
-        if self.q_norm is not None and self.k_norm is not None:
-            yield from self.q_norm.slots(f"{prefix}.q_norm")
-            yield from self.k_norm.slots(f"{prefix}.k_norm")
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                yield from norm.slots(f"{prefix}.{name}")
         if self.sinks is not None:
             yield f"{prefix}.sinks", self.sinks
 

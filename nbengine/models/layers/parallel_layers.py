@@ -59,15 +59,16 @@ class QKVParallelLinear(MergedLinear):
         bias: bool,
         place: Place,
         query_parts: int = 1,
+        has_keys: bool = True,
     ) -> None:
         """Allocate this rank's rows; `shard` is its part of a decoder with `total_num_heads` and
-        `total_num_kv_heads`. A query head has `query_parts` times the rows of a key head."""
+        `total_num_kv_heads`. A query head has `query_parts` times the rows of a key head. A layer may have queries
+        alone."""
         kv = (shard.num_kv_heads * head_dim, total_num_kv_heads * head_dim, shard.first_kv_head * head_dim)
         rows = shard.num_heads * head_dim * query_parts
         parts = [
             Rows("q_proj", rows, total_num_heads * head_dim * query_parts, layout.tp_rank * rows),
-            Rows("k_proj", *kv),
-            Rows("v_proj", *kv),
+            *([Rows("k_proj", *kv), Rows("v_proj", *kv)] if has_keys else []),
         ]
         super().__init__(hidden_size, parts, bias=bias, place=place)
 

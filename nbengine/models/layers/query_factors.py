@@ -13,12 +13,12 @@ class QueryFactors:
 
     def __init__(self, growth: QueryGrowth, max_positions: int, device: torch.device) -> None:
         # "meta" has no numbers, and torch would import its compiler.
-        self._table = torch.empty(max_positions, 1, 1, dtype=torch.float32, device=device)
+        self.table = torch.empty(max_positions, 1, 1, dtype=torch.float32, device=device)
         if device.type != "meta":
             positions = torch.arange(max_positions, dtype=torch.float32, device=device)
-            steps = torch.floor((positions + 1.0) / growth.step)
-            self._table.view(-1).copy_(torch.log1p(steps) * growth.rate + 1.0)
+            steps = torch.floor((positions + growth.ahead) / growth.step)
+            self.table.view(-1).copy_(torch.log1p(steps) * growth.rate + 1.0)
 
     def at(self, positions: Tensor) -> Tensor:
         """Return the factors [T, 1, 1] of queries [T, heads, head_dim] at positions [T] int64."""
-        return self._table.index_select(0, positions)
+        return self.table.index_select(0, positions)

@@ -121,6 +121,9 @@ def inverse_frequencies(rope: Rope, size: int, num_positions: int, device: torch
     match scaling.kind:
         case "linear":
             return plain / scaling.factor
+        case "proportional":
+            plain[int(scaling.part * size // 2) :] = 0.0
+            return plain / scaling.factor
         case "llama3":
             return _llama3(plain, scaling)
         case "yarn":

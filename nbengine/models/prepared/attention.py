@@ -123,8 +123,17 @@ def groups_of(
         group.layers.append(len(attends))
         functions = functions_of(block, kernels, kv_cache)
         angles = None if rotary is None else rotary.table
-        attends.append(LayerAttention(functions, options, group.number, angles, turn))
+        attends.append(
+            LayerAttention(functions, options, group.number, angles, turn, _factors_of(block, model))
+        )
     return list(groups.values()), attends
+
+
+def _factors_of(block: AttentionBlock, model: PreparedModel) -> Tensor | None:
+    """Return the factors of a block's queries by positions, if they have any."""
+    if isinstance(block, LatentAttention) or block.growth is None or model.query_factors is None:
+        return None
+    return model.query_factors.table
 
 
 def attentions_of(model: PreparedModel) -> list[AttentionBlock]:

@@ -15,6 +15,7 @@ from nbengine.models.layers.decoder_layer import DecoderLayer
 from nbengine.models.layers.moe import SparseMoeBlock
 from nbengine.models.layers.norms import Norm
 from nbengine.models.layers.parallel_layers import ParallelLMHead, VocabParallelEmbedding
+from nbengine.models.layers.query_factors import QueryFactors
 from nbengine.models.layers.rotary import RotaryEmbedding
 
 
@@ -41,6 +42,8 @@ class PreparedModel(Protocol):
     def rotaries(self) -> Sequence[RotaryEmbedding]: ...
     @property
     def embedding_scale(self) -> float: ...
+    @property
+    def query_factors(self) -> QueryFactors | None: ...
     @property
     def embed_tokens(self) -> VocabParallelEmbedding | None: ...
     @property

@@ -42,13 +42,15 @@ from nbengine.models.prepared.rows import Operation, row_operation
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """The attention of one layer: its functions and options, the group of layers with which it shares a plan, the
-    table of its rotary embedding (None: it has none), and the name of the function of rows that turns heads."""
+    table of its rotary embedding (None: it has none), the name of the function of rows that turns heads, and the
+    factors of queries by positions (None: there are none)."""
 
     functions: AttentionFunctions
     options: AttentionOptions
     group: int
     angles: Tensor | None
     turn: str
+    factors: Tensor | None
 
 
 class StepOperations(OutputOperations):
@@ -155,6 +157,11 @@ class StepOperations(OutputOperations):
                 turned=angles.shape[-1] % size,
             )
             self.operations.append(row_operation(rotate, source, angles, rotated, picks=self._positions))
+        if self.attends.factors is not None:
+            queries = rotated[:, : self._heads * size]
+            grow = compile_rows("scale", self._heads * size, Element.FLOAT32, picked=True)
+            factors = self.attends.factors.view(-1, 1)
+            self.operations.append(row_operation(grow, queries, factors, queries, picks=self._positions))
         first_value = (self._heads * self._query_parts + self._kv_heads) * size
         self._add_write(rotated[:, self._heads * size :], buffers.qkv[:, first_value:])
         self._add_attend(rotated, buffers.attended)

@@ -127,12 +127,7 @@ class PreparedSteps:
 def _is_plain(config: DecoderConfig) -> bool:
     """Return whether there is nothing around the blocks, nor in their norms and rotary embedding, that the
     operations do not do."""
-    return (
-        config.clip_qkv is None
-        and not config.turned_norm
-        and config.query_growth is None
-        and config.norm_kind in ("rms", "rms_one")
-    )
+    return config.clip_qkv is None and not config.turned_norm and config.norm_kind in ("rms", "rms_one")
 
 
 def _is_covered(layer: DecoderLayer, hidden_size: int) -> bool:

@@ -83,7 +83,10 @@ class InputBatch:
         sampled: bool = True,
         allocations: Allocations | None = None,
         num_tables: int = 1,
+        spreads: Sequence[int] = (),
     ) -> None:
+        """Make room for `max_num_reqs` requests of `max_model_len` tokens, with `num_tables` block tables each; see
+        `CacheRows` for `spreads`."""
         self._allocations = allocations or Allocations()
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = np.zeros((max(num_tables, 1), max_num_reqs, max_blocks), np.int32)
@@ -91,6 +94,7 @@ class InputBatch:
         self.block_table = self.block_tables[0]
         """The block tables of the first group."""
         self._num_tables = num_tables
+        self._spreads = np.asarray([spreads or (1,) * num_tables], np.int32)
         self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
         self.rows = np.zeros(max_num_reqs, _ROW)
         self._num_tokens, self._num_computed = self.rows["num_tokens"], self.rows["num_computed_tokens"]
@@ -212,7 +216,7 @@ class InputBatch:
             # They lie column by column: see `CacheGroups`.
             columns = np.asarray(block_ids, np.int32).reshape(-1, self._num_tables)
             end = start + len(columns)
-            self.block_tables[:, row, start:end] = columns.T
+            self.block_tables[:, row, start:end] = (columns * self._spreads).T
         else:
             end = start + len(block_ids)
             self.block_table[row, start:end] = block_ids

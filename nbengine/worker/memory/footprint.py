@@ -11,13 +11,13 @@ import torch
 
 from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.distributed.layout import RankLayout, layouts
-from nbengine.kernels.kv_cache import head_width
 from nbengine.kv_cache.sizing import RankCacheSpec, longest_step
 from nbengine.kv_cache.specs import make_groups
 from nbengine.models.configs.encoder_config import any_encoder_config, is_encoder
 from nbengine.models.loading import Precision, weights_bytes_of
 from nbengine.models.registry import decoder_config
 from nbengine.models.sharding import DecoderShard
+from nbengine.worker.memory.cache_rows import CacheRows
 from nbengine.worker.memory.extras import GATHERED_BYTES, decoder_extras, pooling_extras
 
 _BLOCKS_PER_SLOT = 16
@@ -113,14 +113,12 @@ class Footprint:
         rules = model.cache_rules()
         groups = make_groups(rules)
         state_bytes = sum(rules[layer].size for layer in shard.layers if rules[layer].kind == "recurrent")
-        scale_elements = head_width(self._kv_dtype, model.head_dim) - model.head_dim
         return RankCacheSpec(
             num_layers=groups.num_tensors(shard.layers),
-            num_kv_heads=shard.num_kv_heads,
-            head_dim=model.head_dim,
+            num_kv_heads=1,
+            head_dim=CacheRows.of(model, rank, self._kv_dtype, groups).widest,
             dtype_bytes=self._kv_dtype.itemsize,
             block_size=self._block_size,
-            scale_bytes=scale_elements * self._kv_dtype.itemsize,
             groups=groups,
             slot_bytes=state_bytes // rank.tp_size,
             parts=model.cache_parts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,16 +34,31 @@ def test_nothing_is_left_however_members_leave(tmp_path: Path) -> None:
 
 
 def test_members_leave_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder's lock is held by somebody who leaves: others wait for it."""
-    monkeypatch.setattr(rendezvous, "_TURN_SECONDS", 60.0)
+    """The folder's lock is held by somebody who leaves: each of the others has been refused, and waits for it."""
+    refused, all_refused, flock = set(), threading.Event(), fcntl.flock
+
+    def noted(folder: int, operation: int) -> None:
+        try:
+            flock(folder, operation)
+        except BlockingIOError:
+            refused.add(threading.get_ident())
+            if len(refused) == SIZE:
+                all_refused.set()
+            raise
+
+    monkeypatch.setattr(rendezvous, "_TURN_SECONDS", 120.0)
     with ThreadPoolExecutor(SIZE) as pool:
         members = list(pool.map(lambda rank: meet(tmp_path / "place", rank), range(SIZE)))
         folder = os.open(tmp_path, os.O_RDONLY)
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        flock(folder, fcntl.LOCK_EX)
+        monkeypatch.setattr(fcntl, "flock", noted)
         leaving = [pool.submit(member.leave) for member in members]
-        assert not any(each.done() for each in leaving)
-        assert (tmp_path / "place").exists()
-        os.close(folder)
+        try:
+            assert all_refused.wait(60)
+            assert not any(each.done() for each in leaving)
+            assert (tmp_path / "place").exists()
+        finally:
+            os.close(folder)
         for each in leaving:
             each.result(timeout=60)
     assert list(tmp_path.iterdir()) == []

@@ -52,6 +52,19 @@ def test_recurrent_layers_are_the_last_group_and_take_their_bytes_together() -> 
     assert groups.num_recurrent(range(4, 8)) == 3
 
 
+def test_a_layer_that_reads_another_lies_with_it_and_keeps_nothing() -> None:
+    rules = [WINDOW, FULL, WINDOW, FULL, LayerRule("shared", 3), LayerRule("shared", 4)]
+    groups, own = make_groups(rules), make_groups(rules[:4])
+    assert groups.attention == own.attention
+    assert groups.layer_groups == (*own.layer_groups, own.layer_groups[2], own.layer_groups[3])
+    assert groups.sources == ((4, 2), (5, 3))
+    assert groups.tensor_of(range(6)) == [0, 0, 1, 1, 1, 1]
+    assert groups.num_tensors(range(6)) == own.num_tensors(range(4)) == 2
+    assert groups.most_blocks(100, 4, 8) == own.most_blocks(100, 4, 8)
+    # A layer of a group of its own kind does not count twice.
+    assert make_groups([FULL, LayerRule("shared", 1)]).is_uniform
+
+
 @given(rules_strategy)
 def test_layers_of_a_group_have_one_rule_and_no_group_is_larger_than_the_rarest_rule(rules) -> None:
     groups = make_groups(rules)

@@ -24,6 +24,7 @@ from nbengine.models.checkpoints.files import resolve_model
 from nbengine.models.checkpoints.gguf_tokenizer import write_prepared
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.loading import load_model
+from nbengine.models.sharding import DecoderShard
 from tests.support.shared_kernels import kernels_are_compiled_once
 from tests.tools.compared_models import COLUMNS, PROPERTY
 
@@ -104,14 +105,15 @@ class Runner:
     def __init__(
         self, model: DecoderForCausalLM, num_blocks: int = 256, parallel: ParallelState = SINGLE
     ) -> None:
-        shard = model.shard
-        parts, width = model.config.cache_parts, model.config.head_dim
-        shape = (parts, num_blocks, shard.num_kv_heads, BLOCK_SIZE, width)
         self.model = model
         self.parallel = parallel
-        self.kv_caches = [
-            torch.full(shape, torch.nan, dtype=model.hidden_dtype) for _ in range(shard.num_layers)
-        ]
+        self.kv_caches: list[Tensor] = []
+        for layer in model.shard.layers:
+            source, own = model.config.layer(layer).source, model.config.of_layer(layer)
+            heads = DecoderShard.of(own, parallel.layout).num_kv_heads
+            shape = (own.cache_parts, num_blocks, heads, BLOCK_SIZE, own.head_dim)
+            made = torch.full(shape, torch.nan, dtype=model.hidden_dtype)
+            self.kv_caches.append(made if source is None else self.kv_caches[source])
         self._free = list(range(num_blocks))[::-1]
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -230,8 +232,9 @@ def random_model() -> Callable[..., PreTrainedModel]:
                 scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
                 parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * scale)
             for name, buffer in model.named_buffers():
-                if name.endswith(("e_score_correction_bias", "expert_bias")):
-                    buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+                if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                    noise = 0.3 * torch.randn(buffer.shape, generator=generator)
+                    buffer.copy_(1 + noise if "scalar" in name else noise)
         return model.float().eval()
 
     return make

@@ -3,6 +3,7 @@ beyond the windows, and divided among ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,15 @@ def test_every_family_gives_the_tokens_of_transformers_however_a_request_is_cut(
     compared(oracle, "cut")
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), combinations(CASES, amount([(2, 2)], thorough=[(2, 1), (1, 2), (2, 2)]))
-)
+def divisions() -> Iterator[tuple[str, tuple[int, int]]]:
+    """The numbers of ranks of a stage, and of stages, of each family."""
+    sizes = amount([(2, 2)], thorough=[(2, 1), (1, 2), (2, 2)])
+    with_stages = [name for name, case in CASES.items() if case.has_stages]
+    yield from combinations(with_stages, sizes)
+    yield from ((name, (2, 1)) for name in CASES if name not in with_stages)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [*divisions()])
 def test_every_family_gives_them_on_ranks(
     name: str,
     sizes: tuple[int, int],

@@ -46,6 +46,7 @@ NAMES = [*CASES, *recurrent_cases.CASES, *CLASSES]
 USUAL = [
     "mistral window",
     "gemma3",
+    "gemma4",
     "llama dynamic",
     "phi3 long",
     "mixtral",

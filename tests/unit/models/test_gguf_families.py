@@ -234,6 +234,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         more(llama4__attention__sliding_window=0),
         "llama4.attention.sliding_window is not supported",
     ),
+    ("glm4 moe", more(glm4moe__expert_gating_func=1), "glm4moe.expert_gating_func 1 is not supported"),
+    ("gemma4", more(gemma4__expert_count=8), "mixture-of-experts models of kind 'gemma4'"),
+    (
+        "gemma4",
+        more(gemma4__feed_forward_length=[128, 256, 128, 256, 128, 256]),
+        r"feed_forward_length \[128, 256, 128, 256, 128, 256\] is not supported",
+    ),
+    (
+        "gemma4",
+        more(gemma4__attention__head_count_kv=[2, 1, 1, 1, 2, 1]),
+        r"head_count_kv \[2, 1, 1, 1, 2, 1\] is not supported: each type",
+    ),
+    (
+        "gemma4",
+        more(gemma4__attention__head_count_kv=[2, 1, 2, 1, 2, 1]),
+        "full layers with values and 1 key heads of their own are not supported",
+    ),
     ("mamba-2", more(mamba2__ssm__time_step_rank=7), r"ssm.inner_size \(128\) must be a multiple of"),
     ("qwen3.5", more(qwen35__expert_count=8), "mixture-of-experts models of kind 'qwen35'"),
 ]

@@ -282,7 +282,9 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(
     tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_model("Llama"), gguf_variant(arch="minicpm"))
-    with pytest.raises(ModelLoadError, match=r"minicpm.*llama, llama4, qwen2, qwen2moe, qwen3, qwen3moe"):
+    with pytest.raises(
+        ModelLoadError, match=r"minicpm.*llama, mistral3, llama4, qwen2, qwen2moe, qwen3, qwen3moe"
+    ):
         load_gguf(path)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases import GLM_4_MOE, GROWING
 
 from nbengine.models.families.decoder import DecoderForCausalLM
 from tests.support.thorough import in_turn
@@ -115,6 +116,7 @@ BAMBA: dict[str, Any] = {**STATE_SPACE, "attn_layer_indices": [1], "num_attentio
 del BAMBA["layer_types"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**SIZES, "sliding_window": 40}),
+    "ministral 3": ("Ministral3", {**SIZES, "rope_parameters": GROWING}),
     "qwen3": ("Qwen3", {**WINDOWS, "use_sliding_window": True}),
     "gemma": ("Gemma", {**SIZES, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2", {**GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
@@ -140,9 +142,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**LATENTS, "first_k_dense_replace": 3, "rope_interleave": False, "num_attention_heads": 3},
     ),
+    "glm4 moe": ("Glm4Moe", {**SIZES, **GLM_4_MOE, "head_dim": 64, "use_qk_norm": True}),
     "bamba": ("Bamba", {**SIZES, **BAMBA, "head_dim": 64}),
     "olmo2": ("Olmo2", {**SIZES, "num_key_value_heads": 1, "pad_token_id": 0}),
     "olmo3": ("Olmo3", {**WINDOWS, "pad_token_id": 0}),
+    "olmoe": ("Olmoe", {**QWEN_EXPERTS, "hidden_size": 128}),
+    "exaone 4": ("Exaone4", WINDOWS),
+    "ernie 4.5": ("Ernie4_5", {**SIZES, "use_bias": True}),
+    "seed-oss": ("SeedOss", {**SIZES, "attention_out_bias": True, "mlp_bias": True}),
     "glm4": ("Glm4", {**SIZES, **PARTIAL, "head_dim": 64, "attention_bias": True, "pad_token_id": 0}),
     "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
 }

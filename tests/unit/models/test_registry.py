@@ -25,12 +25,13 @@ from tests.support.family_cases import CASES
 from tests.support.recurrent_cases import CASES as RECURRENT
 from tests.tools.compared_models import COLUMNS, ENCODERS_THROUGH_TRANSFORMERS, rows, table_on_page
 from tests.unit.models.test_text_parts import CASES as TEXT_PARTS
+from tests.unit.models.test_text_parts import class_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 KINDS = {case.kind for case in CASES.values()} | {kind for kind, _ in RECURRENT.values()}
 COMPARED = {f"{kind}ForCausalLM" for kind in KINDS} | {
     "Gemma3ForConditionalGeneration",
-    *(f"{kind}ForConditionalGeneration" for kind in TEXT_PARTS),
+    *(f"{class_of(kind)}ForConditionalGeneration" for kind in TEXT_PARTS),
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 }

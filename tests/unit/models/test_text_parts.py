@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import EXPERTS
+from family_cases import EXPERTS, GEMMA_4, GROWING
 from parallel_support import ThreadWorld
 from safetensors.torch import load_file, save_file
 from transformers_cases import LLAMA_4
@@ -20,18 +20,24 @@ TOKENS, INNER = list(range(3, 40)), 48
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 """Of eight pairs four turn by the time of an image, two by its row, and two by its column."""
 SMALL = {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+MISTRAL = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+}
 QWEN3 = {"head_dim": 16, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}}
 DEEP = {**SMALL, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Mistral3": (
-        {"head_dim": 16},
-        {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "head_dim": 16,
-        },
+    "Mistral3": ({"head_dim": 16}, MISTRAL),
+    "Mistral3, Ministral": (
+        {"head_dim": 16, "model_type": "ministral3", "rope_parameters": GROWING},
+        MISTRAL,
+    ),
+    "Gemma4": (
+        {**GEMMA_4, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        {**MISTRAL, "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64},
     ),
     "Qwen2VL": (
         {"rope_parameters": SECTIONS},
@@ -56,7 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # No matrix of experts is square, so that its two ways to lie in a file can be told apart.
     "Qwen3VLMoe": ({**QWEN3, **EXPERTS, "moe_intermediate_size": INNER}, DEEP),
 }
-"""By the beginning of transformers' class names: settings of the text and of the images."""
+"""By the beginning of transformers' class names, and what is behind a comma: settings of the text and of the images."""
 WAYS = [*((kind, "nbengine") for kind in CASES), ("Llama4", "transformers")]
 """The kinds with the library whose layers run: the backend of transformers has the text of one."""
 
@@ -76,12 +82,17 @@ def turn_experts(path: Path) -> None:
     save_file({**weights, **turned}, path, {"format": "pt"})
 
 
+def class_of(kind: str) -> str:
+    """The beginning of a kind's class name."""
+    return kind.partition(",")[0]
+
+
 def made(kind: str) -> Any:
     """A random model of transformers, with a part for images."""
     import transformers
 
     text, vision = CASES[kind]
-    model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
+    model_class = getattr(transformers, f"{class_of(kind)}ForConditionalGeneration")
     config = model_class.config_class(
         text_config={**SIZES, **text}, vision_config=vision, tie_word_embeddings=False
     )

@@ -44,6 +44,7 @@ class LateModel:
         self._model = model
         self._late = late
         self.config, self.shard, self.lm_head = model.config, model.shard, model.lm_head
+        self.layout = model.layout
         self.dtype = self.hidden_dtype = model.dtype
         self.product_instructions = None
         self.device = DEVICE

@@ -1,0 +1,78 @@
+"""Ministral, OLMoE, EXAONE 4 and GLM-4.5: what their configurations say, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from family_cases import FULL, GLM_4_MOE, GROWING, SLIDING
+
+from nbengine.errors import ModelLoadError
+from nbengine.models.configs.decoder_config import LayerConfig, QueryGrowth
+from nbengine.models.registry import decoder_config, has_experts
+from tests.unit.models.conftest import SIZES
+
+WINDOW, TURNS_NOTHING = LayerConfig("window", 8), LayerConfig(rope=None)
+
+
+def config_of(kind: str, **settings: Any) -> Any:
+    return decoder_config({**SIZES, "architectures": [f"{kind}ForCausalLM"], **settings})
+
+
+def test_queries_grow_where_the_rotary_embedding_says_so() -> None:
+    growth = QueryGrowth(8, 0.6, ahead=0, of_turned=True)
+    assert config_of("Ministral3", rope_parameters=GROWING).query_growth == growth
+    assert config_of("Mistral", rope_parameters=GROWING).query_growth == growth
+    plain = {key: value for key, value in GROWING.items() if key != "llama_4_scaling_beta"}
+    assert config_of("Ministral3", rope_parameters=plain).query_growth is None
+
+
+def test_ministral_3_has_a_rotary_embedding_of_its_own_where_nothing_is_said() -> None:
+    found = config_of("Ministral3", max_position_embeddings=None, head_dim=None)
+    assert (found.head_dim, found.max_position_embeddings) == (128, 262_144)
+    assert found.rope_theta == 1e6
+    assert found.rope_scaling is not None
+    assert (found.rope_scaling.kind, found.rope_scaling.factor) == ("yarn", 16.0)
+    assert found.query_growth == QueryGrowth(16_384, 0.1, ahead=0, of_turned=True)
+
+
+def test_null_says_that_there_is_no_window_and_nothing_that_there_is_the_usual_one() -> None:
+    assert config_of("Ministral", sliding_window=None).layers == ()
+    assert config_of("Ministral", max_position_embeddings=8192).layer(0) == LayerConfig("window", 4096)
+    assert config_of("Exaone4", sliding_window=None).layers == ()
+    assert config_of("Exaone4", max_position_embeddings=8192).layer(0) == LayerConfig("window", 4096)
+
+
+def test_layers_of_exaone_4_that_see_everything_turn_nothing_if_others_have_windows() -> None:
+    settings: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 8}
+    pattern = (WINDOW, WINDOW, WINDOW, TURNS_NOTHING)
+    assert config_of("Exaone4", **settings).layers == pattern
+    assert config_of("Exaone4", **settings, sliding_window_pattern="LLLG").layers == pattern
+    stated = config_of("Exaone4", **settings, layer_types=[SLIDING, FULL] * 2)
+    assert stated.layers == (WINDOW, TURNS_NOTHING) * 2
+    # A window of all tokens hides nothing, and its layers turn nevertheless.
+    hidden = config_of("Exaone4", num_hidden_layers=4, sliding_window=256)
+    assert hidden.layers == (LayerConfig(),) * 3 + (TURNS_NOTHING,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("Exaone4", {"sliding_window_pattern": "LGL"}, "sliding_window_pattern must be a positive integer"),
+        ("Exaone4", {"sliding_window_pattern": 0}, "sliding_window_pattern must be .* got 0"),
+        ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv must be null for OLMoE, got 8.0"),
+        ("Ministral3", {"rope_parameters": {**GROWING, "llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta"),
+    ],
+)
+def test_what_is_wrong_is_told_by_name(kind: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        config_of(kind, sliding_window=8, **settings)
+
+
+def test_experts_of_glm_4_5_are_chosen_as_those_of_deepseek_3() -> None:
+    found = config_of("Glm4Moe", **GLM_4_MOE)
+    assert has_experts({"architectures": ["Glm4MoeForCausalLM"]})
+    assert found.moe.routing is not None
+    assert (found.moe.routing.score, found.moe.routing.has_correction) == ("sigmoid", True)
+    assert (found.moe.dense_layers, found.moe.renormalize, found.latent) == ((0,), True, None)
+    assert found.rotary_dim == 8
