@@ -26,21 +26,43 @@ from families.shapes import BITS, SHAPES
 from peers.floors import read_rate
 
 HERE = Path(__file__).parent
+Figures = list[dict[str, float]]
 FIGURES = {"one": "one stream, ms a step", "several": "8 streams, ms a step", "prompt": "prompt, tokens/s"}
 
 
 def ask(checkout: Path, model: Path, kind: str, tokens: int) -> dict[str, float]:
-    """Have an engine of a checkout answer in a process of its own."""
+    """Have an engine of a checkout answer in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: it cannot run the model; `stderr` says why.
+    """
     command = [sys.executable, str(HERE / "families" / "engine.py"), str(model), kind, str(tokens)]
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def row_of(
-    name: str, ours: list[dict[str, float]], before: list[dict[str, float]], floor: float
-) -> dict[str, Any]:
+def measure(model: Path, kind: str, tokens: int, rounds: int, other: Path | None) -> tuple[Figures, Figures]:
+    """Ask engines of this checkout and of the `other` one in turn; return the figures of each, none of one that cannot
+    run the model."""
+    ours: Figures = []
+    before: Figures = []
+    for _ in range(rounds):
+        if other is not None:
+            try:
+                before.append(ask(other, model, kind, tokens))
+            except subprocess.CalledProcessError as error:
+                print(f"{other} does not run {model.name}: {error.stderr.strip().splitlines()[-1]}")
+                other = None
+        try:
+            ours.append(ask(HERE.parent, model, kind, tokens))
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"{model.name}: {error.stderr}")
+    return ours, before
+
+
+def row_of(name: str, ours: Figures, before: Figures, floor: float) -> dict[str, Any]:
     """Return the line of a family: medians, ratios to those before, and the part of the time that is the floor's."""
     row: dict[str, Any] = {"family": name}
     for key, title in FIGURES.items():
@@ -69,12 +91,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = make(SHAPES[name], Path(folder) / name)
             floor = bytes_of_a_token(model, options.kind) / rate * 1e3
-            ours, before = [], []
-            for _ in range(options.rounds):
-                if options.before is not None:
-                    before.append(ask(options.before, model, options.kind, options.tokens))
-                ours.append(ask(HERE.parent, model, options.kind, options.tokens))
-        rows.append(row_of(name, ours, before, floor))
+            figures = measure(model, options.kind, options.tokens, options.rounds, options.before)
+        rows.append(row_of(name, *figures, floor))
         print(json.dumps(rows[-1]), flush=True)
     report("families", rows, options.json, kind=options.kind, read_bytes_per_second=rate)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ def make(shape: Shape, folder: Path) -> Path:
     """Write a checkpoint in bfloat16, tensor by tensor, so that memory holds no second copy; return its folder."""
     import transformers
 
-    config_class = getattr(transformers, f"{shape.kind}Config")
-    config = config_class(**shape.settings)
-    config.architectures = [f"{shape.kind}ForCausalLM"]
+    model_class = getattr(transformers, f"{shape.kind}ForCausalLM")
+    config = model_class.config_class(**shape.settings)
+    config.architectures = [model_class.__name__]
     with torch.device("meta"):
-        model = getattr(transformers, f"{shape.kind}ForCausalLM")._from_config(config)
+        model = model_class._from_config(config)
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     save_tokenizer(folder)
@@ -37,8 +38,8 @@ def make(shape: Shape, folder: Path) -> Path:
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     if len(shape) < 2:
-        is_norm = "norm" in name
-        return torch.full(shape, float(is_norm), dtype=torch.bfloat16)
+        is_factor = "norm" in name or "scalar" in name
+        return torch.full(shape, float(is_factor), dtype=torch.bfloat16)
     made = torch.empty(shape, dtype=torch.bfloat16)
     return made.normal_(0.0, shape[-1] ** -0.5, generator=generator)
 
@@ -55,14 +56,14 @@ def bytes_of_a_token(folder: Path, kind: str) -> float:
     with safe_open(folder / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
             size = torch.Size(file.get_slice(name).get_shape()).numel()
-            is_embedding = "embed_tokens" in name and not config["tie_word_embeddings"]
+            is_embedding = "embed_tokens" in name and not (
+                config["tie_word_embeddings"] and name.endswith("embed_tokens.weight")
+            )
             if not is_embedding:
                 weights += size * (chosen / experts if any(part in name for part in _EXPERTS) else 1)
     return weights * BITS[kind] / 8
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    import json
-
     found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return found

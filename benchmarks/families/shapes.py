@@ -74,6 +74,23 @@ SHAPES: Mapping[str, Shape] = {
             "head_dim": 128,
         },
     ),
+    "gemma4-e2b": Shape(
+        "Gemma4",
+        35,
+        {
+            "vocab_size": _SMALL_VOCABULARY,
+            "vocab_size_per_layer_input": _SMALL_VOCABULARY,
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2,
+            "num_kv_shared_layers": 5,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "exaone4-1.2b": Shape(
         "Exaone4",
         30,
