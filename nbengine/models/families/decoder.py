@@ -22,6 +22,7 @@ from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.decoder_layer import DecoderLayer, FeedForward, ResidualStream
 from nbengine.models.layers.gated_delta_net import RecurrentState
 from nbengine.models.layers.latent_attention import LatentAttention
+from nbengine.models.layers.layer_inputs import LayerInputs
 from nbengine.models.layers.memory import WeightMemory
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SparseMoeBlock
@@ -103,6 +104,8 @@ class DecoderForCausalLM:
             )
             for rope in config.ropes
         ]
+        self.layer_inputs: LayerInputs | None = None
+        """What each layer takes of tokens beside the stream, in families whose layers do."""
         self.query_factors: QueryFactors | None = None
         if config.query_growth is not None:
             self.query_factors = QueryFactors(config.query_growth, positions, device)

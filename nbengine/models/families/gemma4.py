@@ -133,6 +133,8 @@ def _full_sizes(hf: Mapping[str, Any], types: list[str]) -> tuple[int, int]:
         has_own = hf.get("attention_k_eq_v") and hf.get("num_global_key_value_heads") is not None
         kv_heads = positive(hf, "num_global_key_value_heads") if has_own else 0
         return positive(hf, "global_head_dim"), kv_heads
+    if stated == {}:
+        return positive(hf, "head_dim"), 0
     full = {str(index) for index, kind in enumerate(types) if kind == _FULL}
     entries = list(stated.values()) if isinstance(stated, Mapping) else []
     if not entries or set(stated) != full or any(each != entries[0] for each in entries):

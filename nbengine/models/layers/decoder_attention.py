@@ -62,8 +62,11 @@ class DecoderAttention:
         self.q_norm, self.k_norm = _head_norms(config, shard, place, parallel)
         if self.reads_others:
             self.k_norm = None
-        self.value_norm = config.rms_norm_eps if config.value_norm else None
-        """The epsilon of the norm of values, which has no weight; None: there is no such norm."""
+        self.value_norm: RMSNorm | None = None
+        if config.value_norm and not self.reads_others:
+            # It has no weight in checkpoints.
+            self.value_norm = RMSNorm(size, config.rms_norm_eps, place.without_memory())
+            self.value_norm.weight.fill_(1.0)
         self.rotary = None if layer.rope is None else rotaries[layer.rope]
         self.rope = layer.rope
         self.turned_norm = config.rms_norm_eps if config.turned_norm and layer.rope is not None else None
@@ -109,7 +112,7 @@ class DecoderAttention:
         if self.turned_norm is not None:
             query_key = F.rms_norm(query_key, query_key.shape[-1:], eps=self.turned_norm)
         if self.value_norm is not None:
-            value = F.rms_norm(value, value.shape[-1:], eps=self.value_norm)
+            value = self.value_norm(value)
         query, key = query_key.split_with_sizes(self._query_and_key, dim=1)
         if self.growth is not None:
             query = (query * angles[self.growth]).to(query.dtype)

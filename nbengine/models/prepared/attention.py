@@ -3,6 +3,10 @@ cache group share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -12,7 +16,7 @@ from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.cpu.attention_functions import AttentionFunctions
 from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.cpu.decode_plan import DecodePlanArguments
-from nbengine.kernels.cpu.layout import AttentionArguments, AttentionShape, Features, Span
+from nbengine.kernels.cpu.layout import AttentionArguments, Features, Span
 from nbengine.kernels.cpu.plan import prefill_work
 from nbengine.kernels.cpu.program import Program, places_of
 from nbengine.models.layers.attention import Attention
@@ -33,9 +37,19 @@ class AttentionGroup:
     """The layers of one rule and one cache group, by their numbers among those with attention on this stage; `number`
     is that of the group itself, `cache_group` that of the cache group."""
 
-    def __init__(self, number: int, options: AttentionOptions, cache_group: int, layers: list[int]) -> None:
+    def __init__(
+        self,
+        number: int,
+        options: AttentionOptions,
+        cache_group: int,
+        layers: list[int],
+        kv_heads: int,
+        functions: AttentionFunctions,
+    ) -> None:
         self.number = number
         self.cache_group = cache_group
+        self.kv_heads = kv_heads
+        self.functions = functions
         self.layers = layers
         self._options = options
         self._prefills: list[int] = []
@@ -67,10 +81,9 @@ class AttentionGroup:
         plan.block_table = table.data_ptr()
         plan.block_table_stride = table.stride(0) * table.element_size()
 
-    def plan_prefill(
-        self, attn: AttentionMetadata, program: Program, shape: AttentionShape, kv_heads: int
-    ) -> None:
+    def plan_prefill(self, attn: AttentionMetadata, program: Program) -> None:
         """Plan for requests of several tokens, and make room for partial results."""
+        shape, kv_heads = self.functions.prefill_shape, self.kv_heads
         work = prefill_work(attn, shape.max_tokens, self._options)
         self._work = work.rows
         partial_bytes = work.partials * kv_heads * shape.partial_bytes
@@ -104,27 +117,36 @@ def functions_of(block: AttentionBlock, kernels: CpuKernels, kv_cache: Tensor) -
 
 
 def groups_of(
-    model: PreparedModel, kernels: CpuKernels, kv_cache: Tensor
+    model: PreparedModel, kernels: CpuKernels, kv_caches: Sequence[Any]
 ) -> tuple[list[AttentionGroup], list[LayerAttention]]:
     """Divide layers into groups by the rule of their attention and their cache group; return the groups, and the
     attention of each layer."""
     groups: dict[tuple[int | None, int | None, int], AttentionGroup] = {}
     attends: list[LayerAttention] = []
-    for layer, cache_group in zip(model.layers, model.layer_groups, strict=True):
+    for layer, cache_group, kv_cache in zip(model.layers, model.layer_groups, kv_caches, strict=True):
         block = layer.mixer
         if not isinstance(block, AttentionBlock):
             continue
-        options, rotary = shape_of(block).options, block.rotary
+        shape, rotary = shape_of(block), block.rotary
+        options, functions = shape.options, functions_of(block, kernels, kv_cache)
         turn = "rotate_pairs" if model.config.rotary_interleaved else "rotate"
         group = groups.setdefault(
             (options.window, options.chunk, cache_group),
-            AttentionGroup(len(groups), options, cache_group, layers=[]),
+            AttentionGroup(len(groups), options, cache_group, [], shape.num_kv_heads, functions),
         )
         group.layers.append(len(attends))
-        functions = functions_of(block, kernels, kv_cache)
-        angles = None if rotary is None else rotary.table
         attends.append(
-            LayerAttention(functions, options, group.number, angles, turn, _factors_of(block, model))
+            LayerAttention(
+                heads=shape.num_heads,
+                kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                functions=functions,
+                options=options,
+                group=group.number,
+                angles=None if rotary is None else rotary.table,
+                turn=turn,
+                factors=_factors_of(block, model),
+            )
         )
     return list(groups.values()), attends
 
@@ -147,8 +169,12 @@ def query_parts_of(block: AttentionBlock) -> int:
     return 2 if isinstance(block, DecoderAttention) and block.is_gated else 1
 
 
-def sizes_of(block: AttentionBlock) -> AttentionSizes:
-    """Return the numbers that a block makes of a token."""
+def sizes_of(blocks: Iterable[AttentionBlock]) -> AttentionSizes:
+    """Return the most numbers that one of some blocks makes of a token."""
+    return AttentionSizes(*map(max, zip(*(astuple(_sizes_of(block)) for block in blocks), strict=True)))
+
+
+def _sizes_of(block: AttentionBlock) -> AttentionSizes:
     attention = shape_of(block)
     if isinstance(block, LatentAttention):
         attended = block.num_heads * block.latent.value_dim

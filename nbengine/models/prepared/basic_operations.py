@@ -103,6 +103,18 @@ class BasicOperations:
             row_operation(function, source, norm.weight, target, repeats=True, eps=norm.eps)
         )
 
+    def _normalise_each(self, norm: RMSNorm, count: int, source: Tensor, target: Tensor) -> None:
+        """Normalise `count` parts of each row, as long as the norm's weight."""
+        function = compile_rows("rms_norm_heads", count, Element.FLOAT32, norm.shape[0])
+        self.operations.append(
+            row_operation(function, source, norm.weight, target, repeats=True, eps=norm.eps)
+        )
+
+    def _scale(self, x: Tensor, factor: Tensor) -> None:
+        """Multiply rows with the one number of `factor`."""
+        function = compile_rows("scale", x.shape[1], Element.FLOAT32)
+        self.operations.append(row_operation(function, x, factor, x, repeats=True))
+
     def _sum_over_ranks(self, x: Tensor) -> None:
         if self._ranks is not None:
             self.operations.append(Operation(*self._ranks.sum_rows(x)))

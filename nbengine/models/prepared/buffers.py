@@ -32,7 +32,8 @@ class StepSize:
 class AttentionSizes:
     """The numbers of a token between the projections of attention: `qkv` before queries and keys are normalised and
     turned, `queries` and keys normalised, where those lie elsewhere, and turned (`rotated`), and the results
-    (`attended`); and the items that attend to a request's part of the cache, one for each of `kv_heads`."""
+    (`attended`); and the items that attend to a request's part of the cache, one for each of `kv_heads`. Of several
+    layers they are the most that one makes."""
 
     qkv: int
     queries: int
@@ -56,6 +57,7 @@ class StepBuffers:
     """Queries and keys side by side, where they are not so in `qkv`."""
     rotated: Tensor
     attended: Tensor
+    """[tokens, the most numbers of a layer]; each layer's own are `attended_by`."""
     out: Tensor
     """The output of a block."""
     gate_up: Tensor
@@ -80,6 +82,10 @@ class StepBuffers:
     """The place of each row's largest logit, int64."""
     values: Tensor
     """The largest logits."""
+
+    def attended_by(self, count: int) -> Tensor:
+        """Return the memory of `count` results a token, contiguous."""
+        return self.attended.flatten()[: len(self.attended) * count].view(-1, count)
 
     @classmethod
     def make(

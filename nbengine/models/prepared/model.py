@@ -12,6 +12,7 @@ from nbengine.distributed.communicator import Communicator
 from nbengine.distributed.layout import RankLayout
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.layers.decoder_layer import DecoderLayer
+from nbengine.models.layers.layer_inputs import LayerInputs
 from nbengine.models.layers.moe import SparseMoeBlock
 from nbengine.models.layers.norms import Norm
 from nbengine.models.layers.parallel_layers import ParallelLMHead, VocabParallelEmbedding
@@ -44,6 +45,8 @@ class PreparedModel(Protocol):
     def embedding_scale(self) -> float: ...
     @property
     def query_factors(self) -> QueryFactors | None: ...
+    @property
+    def layer_inputs(self) -> LayerInputs | None: ...
     @property
     def embed_tokens(self) -> VocabParallelEmbedding | None: ...
     @property

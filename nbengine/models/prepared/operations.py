@@ -11,29 +11,25 @@ from torch import Tensor
 from nbengine.distributed.communicator import RankOperations
 from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.cpu.attention_functions import AttentionFunctions
-from nbengine.kernels.cpu.backend import ELEMENTS, set_options, sinks_for
+from nbengine.kernels.cpu.backend import set_options, sinks_for
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.decode_plan import DecodePlanArguments, compile_decode_plan
 from nbengine.kernels.cpu.layout import AttentionArguments, Span
 from nbengine.kernels.cpu.products import compile_gated
 from nbengine.kernels.cpu.recurrent_layout import RecurrentArguments
 from nbengine.kernels.cpu.row_functions import compile_rows
-from nbengine.kernels.cpu.taken_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.write_kv import TOKENS_PER_ITEM, WriteArguments
-from nbengine.kernels.quantized import LANES
-from nbengine.models.layers.attention import Attention
 from nbengine.models.layers.basic import MergedLinear, RMSNorm
 from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SharedExpert, SparseMoeBlock
 from nbengine.models.layers.norms import WholeHeadsNorm
-from nbengine.models.layers.parallel_layers import VocabParallelEmbedding
 from nbengine.models.layers.weights import DenseWeight, PackedWeight, Weight
 from nbengine.models.prepared.buffers import StepBuffers
 from nbengine.models.prepared.experts import ExpertBuffers, ExpertOperations
 from nbengine.models.prepared.latent import LatentBuffers, absorb, latent_rows, release
-from nbengine.models.prepared.output_operations import OutputOperations
+from nbengine.models.prepared.layer_inputs import InputBuffers, InputOperations
 from nbengine.models.prepared.products import gated_arguments, row_bytes
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, mixing
 from nbengine.models.prepared.rows import Operation, row_operation
@@ -41,10 +37,13 @@ from nbengine.models.prepared.rows import Operation, row_operation
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of one layer: its functions and options, the group of layers with which it shares a plan, the
+    """The attention of one layer: its heads, functions and options, the group of layers with which it shares a plan, the
     table of its rotary embedding (None: it has none), the name of the function of rows that turns heads, and the
     factors of queries by positions (None: there are none)."""
 
+    heads: int
+    kv_heads: int
+    head_dim: int
     functions: AttentionFunctions
     options: AttentionOptions
     group: int
@@ -53,41 +52,40 @@ class LayerAttention:
     factors: Tensor | None
 
 
-class StepOperations(OutputOperations):
+class StepOperations(InputOperations):
     """A list of operations that grows by layers, for up to as many tokens as the buffers hold.
 
     `add_plans` comes first, and `attends` is set before `add_attention`. `plans` are the places of those that plan
     for each group of layers, `decodes` and `prefills` are the places of those that attend, for requests of one
-    token and for others, `writes` of those that write keys and values, `states` of those on recurrent states, and
-    `layers` of the first ones of each layer.
+    token and for others, `writes` of those that write keys and values, `writers` are the layers that do so, by their
+    numbers among those with attention, `states` are the places of those on recurrent states, and `layers` of the first
+    ones of each layer.
     """
 
     def __init__(
         self,
         buffers: StepBuffers,
-        attention: Attention,
         attends: LayerAttention,
         ranks: RankOperations | None,
         experts: ExpertBuffers | None,
         recurrent: RecurrentBuffers | None,
         latent: LatentBuffers | None,
+        inputs: InputBuffers | None,
         residual_scale: float,
     ) -> None:
-        super().__init__(buffers, ranks)
+        super().__init__(buffers, ranks, inputs)
         self.plans: list[int] = []
         self.writes: list[int] = []
+        self.writers: list[int] = []
         self.decodes: list[int] = []
         self.prefills: list[int] = []
         self.states: list[int] = []
         self.layers: list[int] = []
-        self._heads, self._kv_heads = attention.num_heads, attention.num_kv_heads
-        self._head_dim = attention.head_dim
         self._query_parts = buffers.query_parts
         self._recurrent = recurrent
         self.attends = attends
         """The attention of the layer that is being added."""
         self._latent = latent
-        self._ids, self._positions, _ = (row.data_ptr() for row in buffers.own[0])
         self._experts = None
         if experts is not None:
             self._experts = ExpertOperations(buffers, experts, self._num_threads)
@@ -97,57 +95,33 @@ class StepOperations(OutputOperations):
         if residual_scale != 1:
             self._residual_scale = torch.full((buffers.out.shape[1],), residual_scale)
 
-    def add_plans(self, spans: Sequence[Span | None]) -> None:
-        """Take in the step's batch, for each group of layers with what its rule is."""
-        for span, own, work in zip(spans, self._buffers.own, self._buffers.work, strict=True):
+    def add_plans(self, groups: Sequence[tuple[Span | None, int]]) -> None:
+        """Take in the step's batch, for each group of layers with what its rule is, and its number of KV heads."""
+        for (span, kv_heads), own, work in zip(groups, self._buffers.own, self._buffers.work, strict=True):
             plan = DecodePlanArguments(
                 items=1,
                 capacity=own.shape[1],
-                kv_heads=self._kv_heads,
+                kv_heads=kv_heads,
                 own=own.data_ptr(),
                 work=work.data_ptr(),
             )
             self.plans.append(len(self.operations))
             self.operations.append(Operation(compile_decode_plan(span), plan))
 
-    def add_embedding(self, embedding: VocabParallelEmbedding, scale: Tensor | None) -> None:
-        """Turn token ids into rows, times `scale` [hidden], if there is one."""
-        x, weight = self._buffers.x, embedding.weight
-        is_packed = isinstance(weight, PackedWeight)
-        form = weight.form if isinstance(weight, PackedWeight) else ELEMENTS[weight.tensor.dtype]
-        take = TakeArguments(
-            ids=self._ids,
-            cells=weight.tensor.shape[1] if is_packed else weight.shape[1] // LANES,
-            weight=weight.tensor.data_ptr(),
-            tile_bytes=row_bytes(weight.tensor),
-            output=x.data_ptr(),
-            output_stride=row_bytes(x),
-            first=embedding.own.start,
-            count=len(embedding.own),
-        )
-        function = compile_take_rows(form, is_part=self._ranks is not None)
-        self.operations.append(Operation(function, take, 1, has_tokens=False))
-        self._sum_over_ranks(x)
-        if scale is not None:
-            self.operations.append(
-                row_operation(
-                    compile_rows("multiply", len(scale), Element.FLOAT32), x, scale, x, repeats=True
-                )
-            )
-
     def add_attention(self, norm: RMSNorm | None, attention: DecoderAttention) -> None:
         """Begin a layer: make the output of the attention block of the residual stream."""
-        buffers, angles = self._buffers, self.attends.angles
-        qkv, o_proj = attention.qkv_proj, attention.o_proj
+        buffers, own, angles = self._buffers, self.attends, self.attends.angles
+        heads, kv_heads, size = own.heads, own.kv_heads, own.head_dim
+        qkv, o_proj, keeps = attention.qkv_proj, attention.o_proj, not attention.reads_others
         self.layers.append(len(self.operations))
         self._add_norm_round(norm, weights_of(qkv))
         self._multiply_merged(qkv, buffers.qkv)
         source = buffers.qkv if self._query_parts == 1 else buffers.queries
-        if attention.q_norm is not None and attention.k_norm is not None:
+        if attention.q_norm is not None:
             self._normalise_heads(attention.q_norm, attention.k_norm, source)
-        size, rotated = self._head_dim, source
+        rotated = source
         if angles is not None:
-            turned, rotated = self._heads + self._kv_heads, buffers.rotated
+            turned, rotated = heads + kv_heads * keeps, buffers.rotated
             rotate = compile_rows(
                 self.attends.turn,
                 turned,
@@ -157,21 +131,24 @@ class StepOperations(OutputOperations):
                 turned=angles.shape[-1] % size,
             )
             self.operations.append(row_operation(rotate, source, angles, rotated, picks=self._positions))
-        if self.attends.factors is not None:
-            queries = rotated[:, : self._heads * size]
-            grow = compile_rows("scale", self._heads * size, Element.FLOAT32, picked=True)
-            factors = self.attends.factors.view(-1, 1)
+        if own.factors is not None:
+            queries = rotated[:, : heads * size]
+            grow = compile_rows("scale", heads * size, Element.FLOAT32, picked=True)
+            factors = own.factors.view(-1, 1)
             self.operations.append(row_operation(grow, queries, factors, queries, picks=self._positions))
-        first_value = (self._heads * self._query_parts + self._kv_heads) * size
-        self._add_write(rotated[:, self._heads * size :], buffers.qkv[:, first_value:])
-        self._add_attend(rotated, buffers.attended)
+        if keeps:
+            first_value = (heads * self._query_parts + kv_heads) * size
+            values = buffers.qkv[:, first_value : first_value + kv_heads * size]
+            if attention.value_norm is not None:
+                self._normalise_each(attention.value_norm, kv_heads, values, values)
+            self._add_write(rotated[:, heads * size :], values)
+        attended = buffers.attended_by(heads * size)
+        self._add_attend(rotated, attended)
         if self._query_parts > 1:
-            gate = compile_rows("gate_every_other_head", self._heads, Element.FLOAT32, size)
-            self.operations.append(
-                row_operation(gate, buffers.qkv[:, size:], buffers.attended, buffers.attended)
-            )
-        self._round_for([o_proj.weight], buffers.attended)
-        self._multiply(o_proj, buffers.out, buffers.attended)
+            gate = compile_rows("gate_every_other_head", heads, Element.FLOAT32, size)
+            self.operations.append(row_operation(gate, buffers.qkv[:, size:], attended, attended))
+        self._round_for([o_proj.weight], attended)
+        self._multiply(o_proj, buffers.out, attended)
         self._sum_over_ranks(buffers.out)
 
     def add_latent(self, norm: RMSNorm | None, block: LatentAttention) -> None:
@@ -275,30 +252,30 @@ class StepOperations(OutputOperations):
             self._normalise(norm, self._buffers.x, self._buffers.normed)
 
     def _normalise_heads(
-        self, query: RMSNorm | WholeHeadsNorm, key: RMSNorm | WholeHeadsNorm, target: Tensor
+        self, query: RMSNorm | WholeHeadsNorm, key: RMSNorm | WholeHeadsNorm | None, target: Tensor
     ) -> None:
-        """Normalise queries and keys; where queries lie beside their gates, bring them together in `target`."""
-        source, size, parts = self._buffers.qkv, self._head_dim, self._query_parts
+        """Normalise queries, and keys if there are any; where queries lie beside their gates, bring them together in
+        `target`."""
+        own, parts = self.attends, self._query_parts
+        source, size, first = self._buffers.qkv, own.head_dim, own.heads * own.head_dim
         if isinstance(query, WholeHeadsNorm):
-            first = self._heads * size
+            assert isinstance(key, WholeHeadsNorm)
             for norm, x in ((query, target[:, :first]), (key, target[:, first:])):
                 function = compile_rows("rms_norm", len(norm.weight), Element.FLOAT32)
                 self.operations.append(row_operation(function, x, norm.weight, x, repeats=True, eps=norm.eps))
             return
         name = "rms_norm_heads" if parts == 1 else "rms_norm_every_other_head"
-        normalise = compile_rows(name, self._heads, Element.FLOAT32, size)
+        normalise = compile_rows(name, own.heads, Element.FLOAT32, size)
         self.operations.append(
             row_operation(normalise, source, query.weight, target, repeats=True, eps=query.eps)
         )
-        normalise = compile_rows("rms_norm_heads", self._kv_heads, Element.FLOAT32, size)
-        first = self._heads * size
-        keys, to = source[:, first * parts :], target[:, first:]
-        self.operations.append(row_operation(normalise, keys, key.weight, to, repeats=True, eps=key.eps))
+        if isinstance(key, RMSNorm):
+            self._normalise_each(key, own.kv_heads, source[:, first * parts :], target[:, first:])
 
     def _add_write(self, keys: Tensor, values: Tensor | None) -> None:
         """Write keys and values, or latents, to their slots."""
         write = WriteArguments(
-            kv_heads=self._kv_heads,
+            kv_heads=self.attends.kv_heads,
             key=keys.data_ptr(),
             key_stride=row_bytes(keys),
             value=0 if values is None else values.data_ptr(),
@@ -306,6 +283,7 @@ class StepOperations(OutputOperations):
             slots=self._buffers.own[self.attends.group, 2].data_ptr(),
         )
         self.writes.append(len(self.operations))
+        self.writers.append(len(self.decodes))
         self.operations.append(Operation(self.attends.functions.write, write, TOKENS_PER_ITEM))
 
     def _add_attend(self, queries: Tensor, output: Tensor) -> None:
@@ -315,7 +293,7 @@ class StepOperations(OutputOperations):
             (self.prefills, own.functions.prefill),
         ):
             attend = AttentionArguments(
-                kv_heads=self._kv_heads,
+                kv_heads=own.kv_heads,
                 query=queries.data_ptr(),
                 query_stride=row_bytes(queries),
                 output=output.data_ptr(),
@@ -323,7 +301,7 @@ class StepOperations(OutputOperations):
                 partials=buffers.partials.data_ptr(),
                 arrivals=buffers.arrivals.data_ptr(),
             )
-            set_options(attend, own.options, sinks_for(own.options, self._heads))
+            set_options(attend, own.options, sinks_for(own.options, own.heads))
             places.append(len(self.operations))
             self.operations.append(Operation(function, attend, has_tokens=False))
 

@@ -20,20 +20,20 @@ from nbengine.kernels.cpu.write_kv import WriteArguments
 from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
 from nbengine.models.layers.basic import RMSNorm
 from nbengine.models.layers.latent_attention import LatentAttention
+from nbengine.models.layers.layer_inputs import InputLayer
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SparseMoeBlock
 from nbengine.models.layers.weights import Weight
 from nbengine.models.prepared.attention import (
     attentions_of,
-    functions_of,
     groups_of,
     query_parts_of,
-    shape_of,
     sizes_of,
 )
 from nbengine.models.prepared.buffers import StepBuffers, StepSize
 from nbengine.models.prepared.experts import ExpertBuffers
 from nbengine.models.prepared.latent import LatentBuffers
+from nbengine.models.prepared.layer_inputs import InputBuffers
 from nbengine.models.prepared.next_steps import NextSteps
 from nbengine.models.prepared.operations import LayerAttention, StepOperations, is_gated_at_once
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, RecurrentGroup
@@ -64,37 +64,36 @@ class _Outputs:
 class StepProgram:
     """The operations of a decoder for steps of up to a size, on as many threads as torch has now."""
 
-    def __init__(self, model: PreparedModel, size: StepSize, kernels: CpuKernels, kv_cache: Tensor) -> None:
+    def __init__(
+        self, model: PreparedModel, size: StepSize, kernels: CpuKernels, kv_caches: Sequence[Any]
+    ) -> None:
         self.size = size
         self.num_threads = torch.get_num_threads()
         first = attentions_of(model)[0]
-        attention = shape_of(first)
         mixers = mixers_of(model)
         recurrent = RecurrentBuffers.make(mixers[0], size.tokens) if mixers else None
-        self._functions = functions_of(first, kernels, kv_cache)
-        self._groups, attends = groups_of(model, kernels, kv_cache)
-        self._kv_heads = attention.num_kv_heads
+        self._groups, attends = groups_of(model, kernels, kv_caches)
         self._head = head_of(model)
         self._buffers = buffers = _buffers_of(
             model,
             size,
             len(self._groups),
-            self._functions.decode_shape.partial_bytes,
+            max(group.functions.decode_shape.partial_bytes for group in self._groups),
             0 if recurrent is None else recurrent.mixed.shape[1],
         )
         ranks = model.tp.operations()
         self._operations = operations = StepOperations(
             buffers,
-            attention,
             attends[0],
             ranks,
             ExpertBuffers.make(model.moe_blocks, size.tokens),
             recurrent,
             LatentBuffers.make(first, size.tokens) if isinstance(first, LatentAttention) else None,
+            None if model.layer_inputs is None else InputBuffers.make(model.layer_inputs, size.tokens),
             model.config.residual_scale,
         )
-        operations.add_plans([group.span for group in self._groups])
-        self.embeds = _add_all(model, operations, attends, scale_of(model))
+        operations.add_plans([(group.span, group.kv_heads) for group in self._groups])
+        self.embeds = _add_all(model, operations, attends)
         self._hidden = buffers.x if model.norm is None else buffers.normed
         self._vocab_size = model.config.vocab_size
         if self._head is not None:
@@ -115,7 +114,8 @@ class StepProgram:
         self._recurrent = RecurrentGroup(mixers, operations.states, self._program) if mixers else None
         self._next: NextSteps | None = None
         if operations.passages:
-            self._next = NextSteps(self._program, operations, self._functions.decode_shape.block_size)
+            block_size = self._groups[0].functions.decode_shape.block_size
+            self._next = NextSteps(self._program, operations, block_size)
         self._kv_caches: list[Any] = []
         self._runs: dict[tuple[bool, bool, bool], list[Operations]] = {}
         self._outputs: dict[int, _Outputs] = {}
@@ -156,8 +156,7 @@ class StepProgram:
         self._take_in(attn, input_ids, positions, groups)
         if has_others:
             for group in self._groups:
-                own = groups[group.cache_group]
-                group.plan_prefill(own, self._program, self._functions.prefill_shape, self._kv_heads)
+                group.plan_prefill(groups[group.cache_group], self._program)
         has_logits = self._head is not None and not has_others and attn.num_tokens <= self.size.logits
         if self._recurrent is not None:
             self._recurrent.take_in(groups[-1])
@@ -246,13 +245,14 @@ class StepProgram:
         if len(pages[0]) > 1:
             values = keys + pages[0].stride(0) * pages[0].element_size()
         words, made = self._program.arguments, self._operations
-        for places, at in (
-            (made.writes, _WRITE_AT),
-            (made.decodes, _ATTEND_AT),
-            (made.prefills, _ATTEND_AT),
+        readers = range(len(pages))
+        for places, layers, at in (
+            (made.writes, made.writers, _WRITE_AT),
+            (made.decodes, readers, _ATTEND_AT),
+            (made.prefills, readers, _ATTEND_AT),
         ):
-            words[places, at["key_cache"]] = keys
-            words[places, at["value_cache"]] = values
+            words[places, at["key_cache"]] = keys[layers]
+            words[places, at["value_cache"]] = values[layers]
 
 
 def size_of(attn: AttentionMetadata) -> StepSize:
@@ -282,13 +282,6 @@ def goes_on(model: PreparedModel) -> bool:
     return is_whole and head_of(model) is not None and model.layout.tp_size == 1
 
 
-def scale_of(model: PreparedModel) -> Tensor | None:
-    """Return what the embedding of a token is multiplied with, [hidden]; None: nothing."""
-    if model.embedding_scale == 1:
-        return None
-    return torch.full((model.config.hidden_size,), model.embedding_scale)
-
-
 def mixers_of(model: PreparedModel) -> list[PreparedMixer]:
     """Return the recurrent blocks of a stage that `PreparedSteps.covers`."""
     found = (layer.mixer for layer in model.layers)
@@ -298,7 +291,8 @@ def mixers_of(model: PreparedModel) -> list[PreparedMixer]:
 def _buffers_of(
     model: PreparedModel, size: StepSize, groups: int, partial_bytes: int, mixed: int
 ) -> StepBuffers:
-    first, mlps = attentions_of(model)[0], [layer.mlp for layer in model.layers]
+    attentions, mlps = attentions_of(model), [layer.mlp for layer in model.layers]
+    first = attentions[0]
     head = head_of(model)
     shared = [mlp.shared.mlp for mlp in mlps if isinstance(mlp, SparseMoeBlock) and mlp.shared is not None]
     blocks = [*(mlp for mlp in mlps if isinstance(mlp, DecoderMLP)), *shared]
@@ -306,7 +300,7 @@ def _buffers_of(
         mixed = first.latent.query_rank or 0
     return StepBuffers.make(
         size,
-        sizes_of(first),
+        sizes_of(attentions),
         groups=groups,
         query_parts=query_parts_of(first),
         mixed=mixed,
@@ -324,15 +318,15 @@ def _add_all(
     model: PreparedModel,
     operations: StepOperations,
     attends: list[LayerAttention],
-    scale: Tensor | None,
 ) -> bool:
-    """Add everything up to the hidden states; return whether that begins with the embedding, which is multiplied by
-    `scale` [hidden]."""
+    """Add everything up to the hidden states; return whether that begins with the embedding."""
     embedding = model.embed_tokens
     embeds = embedding is not None and embedding.weight.is_operand
     if embeds:
         assert embedding is not None
-        operations.add_embedding(embedding, scale)
+        operations.add_embedding(embedding, model.embedding_scale)
+    if model.layer_inputs is not None:
+        operations.add_inputs(model.layer_inputs)
     rest = iter(attends)
     for layer in model.layers:
         mixer, mlp = layer.mixer, layer.mlp
@@ -351,6 +345,8 @@ def _add_all(
             assert isinstance(mlp, SparseMoeBlock)
             operations.add_experts(_norm(layer.before_mlp), mlp)
         operations.end_block(_norm(layer.after_mlp))
+        if isinstance(layer, InputLayer):
+            operations.end_layer(layer)
     operations.add_norm(_norm(model.norm))
     return embeds
 

@@ -23,6 +23,7 @@ from nbengine.models.layers.decoder_layer import DecoderLayer
 from nbengine.models.layers.gated_convolution import GatedConvolution
 from nbengine.models.layers.gated_delta_net import GatedDeltaNet
 from nbengine.models.layers.latent_attention import LatentAttention
+from nbengine.models.layers.layer_inputs import InputLayer
 from nbengine.models.layers.mamba2 import Mamba2Mixer
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SparseMoeBlock
@@ -61,7 +62,7 @@ class PreparedSteps:
             return False
         if not model.layers or not _is_plain(model.config):
             return False
-        if all(layer.is_recurrent for layer in model.layers):
+        if all(layer.is_recurrent for layer in model.layers) or not _are_inputs_covered(model):
             return False
         if not all(_is_covered(layer, model.config.hidden_size) for layer in model.layers):
             return False
@@ -89,7 +90,7 @@ class PreparedSteps:
         first: AttentionMetadata = groups[self._cache_group]
         if first.kernels.name != "cpu":
             return None
-        program = self._program_for(first, kv_caches[self._first])
+        program = self._program_for(first, kv_caches)
         if program.embeds and inputs_embeds is not None:
             return None
         if not program.embeds:
@@ -102,13 +103,13 @@ class PreparedSteps:
         from nbengine.models.prepared.program import StepProgram
 
         size = StepSize(min(max_tokens, USUAL_TOKENS), USUAL_ITEMS, USUAL_LOGITS)
-        self._program = StepProgram(self._model, size.grown_for(size), kernels, kv_caches[self._first])
+        self._program = StepProgram(self._model, size.grown_for(size), kernels, kv_caches)
 
     def forget(self) -> None:
         """Forget what was prepared: the weights are about to lie elsewhere."""
         self._program = None
 
-    def _program_for(self, attn: AttentionMetadata, kv_cache: Tensor) -> StepProgram:
+    def _program_for(self, attn: AttentionMetadata, kv_caches: list[Any]) -> StepProgram:
         program = self._program
         if program is not None and program.fits(attn):
             return program
@@ -120,7 +121,7 @@ class PreparedSteps:
         grown = size if program is None else program.size
         # The old one's memory is given back first.
         self._program = program = None
-        self._program = StepProgram(self._model, grown.grown_for(size), kernels, kv_cache)
+        self._program = StepProgram(self._model, grown.grown_for(size), kernels, kv_caches)
         return self._program
 
 
@@ -130,12 +131,27 @@ def _is_plain(config: DecoderConfig) -> bool:
     return config.clip_qkv is None and not config.turned_norm and config.norm_kind in ("rms", "rms_one")
 
 
+def _are_inputs_covered(model: PreparedModel) -> bool:
+    """Return whether there are operations for what layers take of tokens beside the residual stream, if they do."""
+    inputs, embedding = model.layer_inputs, model.embed_tokens
+    if inputs is None:
+        return not model.config.layer_inputs
+    if embedding is None or not embedding.weight.is_operand:
+        return False
+    return _Needs([inputs.size], [inputs.embedding.weight, inputs.projection.weight]).are_met()
+
+
 def _is_covered(layer: DecoderLayer, hidden_size: int) -> bool:
     mixer, mlp = layer.mixer, layer.mlp
     # A family may have layers of its own.
-    if type(layer) is not DecoderLayer:
+    if type(layer) not in (DecoderLayer, InputLayer):
         return False
     needs = _Needs([hidden_size], [])
+    if isinstance(layer, InputLayer) and layer.gate is not None:
+        if layer.activation not in GATED:
+            return False
+        needs.sizes.append(layer.gate.weight.shape[0])
+        needs.weights.extend([layer.gate.weight, layer.out.weight])
     if type(mixer) is DecoderAttention:
         if not _is_attention_covered(mixer, needs):
             return False

@@ -15,7 +15,6 @@ from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.kernels.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.kernels.cpu.quantized import CpuProducts
 from nbengine.kernels.dispatch import select_kernels, select_recurrent_kernels
-from nbengine.kernels.kv_cache import cache_shape
 from nbengine.kernels.recurrent_metadata import Checkpoints, RecurrentMetadata, build_recurrent_metadata
 from nbengine.kernels.step_metadata import StepMetadata
 from nbengine.kv_cache.specs import make_groups
@@ -30,6 +29,8 @@ from nbengine.models.prepared.program import MOST_LOGITS
 from nbengine.models.registry import decoder_config
 from nbengine.models.step_output import StepOutput
 from nbengine.runtime.progress import Reporter
+from nbengine.worker.memory.cache_rows import CacheRows
+from nbengine.worker.memory.layer_caches import layer_caches
 from tests.support.thorough import amount
 
 CPU = torch.device("cpu")
@@ -89,28 +90,29 @@ class Batches:
         self.states_go_on = False
         """Tell whether each request's state is in its own slot, and nothing of it is kept."""
         self.chance = torch.Generator().manual_seed(7)
-        has_latents = model.config.latent is not None
-        heads = (1 if has_latents else model.shard.num_kv_heads, BLOCK_SIZE, model.config.head_dim)
-        tokens = (NUM_BLOCKS * BLOCK_SIZE, heads[0], heads[2])
-        shape = cache_shape(kv_dtype, NUM_BLOCKS, *heads, parts=1 if has_latents else 2)
-        layers = model.shard.layers
-        pages = [torch.zeros(shape, dtype=kv_dtype) for _ in range(self.groups.num_tensors(layers))]
-        for cache in pages:
-            key, value = (self._random(*tokens).to(model.hidden_dtype) for _ in range(2))
-            key[-BLOCK_SIZE:] = value[-BLOCK_SIZE:] = torch.nan
-            if has_latents:
-                self.kernels.write_latent(key[:, 0], cache, torch.arange(tokens[0]))
-            else:
-                self.kernels.write_kv(key, value, cache, torch.arange(tokens[0]))
-        states = model.new_states(NUM_SLOTS)
-        for state in states:
-            for part in (state.conv, state.state):
-                part.copy_(self._random(*part.shape))
-        places = zip(layers, self.groups.tensor_of(layers), strict=True)
-        self.caches: list[Any] = [
-            (states if self.groups.layer_groups[layer] == self.groups.num_tables else pages)[place]
-            for layer, place in places
-        ]
+        self.rows = CacheRows.of(model.config, model.layout, kv_dtype, self.groups)
+        sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "num_slots": NUM_SLOTS}
+        self.caches: list[Any] = layer_caches(model, self.groups, self.rows, kv_dtype, **sizes)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Give states random numbers, and each piece of memory those of its widest layer, the last block of which are
+        NaN."""
+        filled = set()
+        for cache in self.caches:
+            if not isinstance(cache, Tensor):
+                for part in (cache.conv, cache.state):
+                    part.copy_(self._random(*part.shape))
+            elif cache.shape[1] == NUM_BLOCKS and cache.data_ptr() not in filled:
+                filled.add(cache.data_ptr())
+                width = cache.shape[4] if cache.dtype is not torch.int8 else self.model.config.head_dim
+                shape = (NUM_BLOCKS * BLOCK_SIZE, cache.shape[2], width)
+                key, value = (self._random(*shape).to(self.model.hidden_dtype) for _ in range(2))
+                key[-BLOCK_SIZE:] = value[-BLOCK_SIZE:] = torch.nan
+                if self.model.config.latent is not None:
+                    self.kernels.write_latent(key[:, 0], cache, torch.arange(len(key)))
+                else:
+                    self.kernels.write_kv(key, value, cache, torch.arange(len(key)))
 
     def attention(
         self, lengths: list[int], query_lens: list[int] | None = None, most: int = 0
@@ -125,6 +127,7 @@ class Batches:
             assert table.max() < NUM_BLOCKS - 1
             for row, length, count in zip(table, lengths, counts, strict=True):
                 row[: spec.first_needed(length - count) // BLOCK_SIZE] = NUM_BLOCKS - 1
+            table *= self.rows.spreads[len(groups)]
             groups.append(
                 build_attention_metadata(
                     counts,
@@ -157,8 +160,7 @@ class Batches:
         ids = torch.randint(0, self.model.config.vocab_size, (sum(queries),), generator=chance)
         pairs = zip(lengths, queries, strict=True)
         positions = torch.cat([torch.arange(length - count, length) for length, count in pairs])
-        copies = {id(cache): copied(cache) for cache in self.caches}
-        caches = [copies[id(cache)] for cache in self.caches]
+        caches = copies_of(self.caches)
         steps, self.model._prepared = self.model._prepared, self.model._prepared if prepared else None
         try:
             with torch.inference_mode():
@@ -196,10 +198,15 @@ class Batches:
         return torch.randn(shape, generator=self.chance)
 
 
-def copied(cache: Any) -> Any:
-    if isinstance(cache, Tensor):
-        return cache.clone()
-    return RecurrentState(cache.conv.clone(), cache.state.clone())
+def copies_of(caches: list[Any]) -> list[Any]:
+    """Copies of the caches of layers, those in one memory in one copy of it."""
+    pages = {cache.data_ptr(): cache.clone() for cache in caches if isinstance(cache, Tensor)}
+    return [
+        pages[cache.data_ptr()].view(cache.shape)
+        if isinstance(cache, Tensor)
+        else RecurrentState(cache.conv.clone(), cache.state.clone())
+        for cache in caches
+    ]
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:

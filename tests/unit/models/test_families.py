@@ -185,6 +185,7 @@ def test_weights_that_are_rounded_to_eight_bits_stay_near(
         ("qwen2 yarn", True),
         ("gemma2", True),
         ("gemma3", True),
+        ("gemma4", False),
         ("olmo2", False),
         ("glm4", False),
         ("llama 4 without experts", False),

@@ -26,7 +26,7 @@ from tests.unit.models.prepared_batches import (
     NUM_BLOCKS,
     Batches,
     Load,
-    copied,
+    copies_of,
     expert_metadata,
     is_same,
     load_gguf,
@@ -77,7 +77,7 @@ class Walk:
     lengths: list[int]
 
     def __post_init__(self) -> None:
-        self.caches = [copied(cache) for cache in self.batches.caches]
+        self.caches = copies_of(self.batches.caches)
         chance = torch.Generator().manual_seed(3)
         vocabulary = self.batches.model.config.vocab_size
         self.ids = torch.randint(0, vocabulary, (len(self.lengths),), generator=chance)
@@ -128,13 +128,17 @@ def test_steps_at_once_have_the_bits_of_steps_one_by_one(
     compare(Batches(model))
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
+IN_GROUPS = {"gemma3": ("Gemma3", GEMMA, torch.int8), "gemma4": (*GROUPED["gemma4"], None)}
+
+
+@pytest.mark.parametrize(("name", "num_threads"), in_turn(IN_GROUPS, [1, 3]))
 def test_layers_in_several_groups_find_their_own_blocks(
-    num_threads: int, load: Any, random_model: Any, tmp_path: Path
+    name: str, num_threads: int, load: Any, random_model: Any, tmp_path: Path
 ) -> None:
     torch.set_num_threads(num_threads)
-    random_model("Gemma3", **GEMMA).save_pretrained(tmp_path)
-    batches = Batches(load(tmp_path, torch.bfloat16, quantization="int4"), torch.int8)
+    kind, settings, kv_dtype = IN_GROUPS[name]
+    random_model(kind, **settings).save_pretrained(tmp_path)
+    batches = Batches(load(tmp_path, torch.bfloat16, quantization="int4"), kv_dtype)
     assert batches.groups.num_tables == 3
     compare(batches)
 

@@ -46,6 +46,7 @@ def test_sizes_that_are_said_for_each_layer_are_those_that_are_said_once() -> No
     each["per_layer_config"] = {str(layer): {"head_dim": 32, "num_key_value_heads": 1} for layer in (1, 3, 5)}
     assert decoder_config(once) == decoder_config(each)
     assert decoder_config(once).of_layer(1).num_kv_heads == 1
+    assert decoder_config({**HF, "per_layer_config": {}}).of_layer(1).head_dim == 16
     assert decoder_config({**once, "attention_k_eq_v": False}).of_layer(1).num_kv_heads == 2
 
 

@@ -135,11 +135,19 @@ def test_a_prepared_step_of_ranks_has_the_bits_of_the_eager_path(
     on_threads(ranks(tmp_path, size, expert_parallel=expert_parallel), body)
 
 
-@pytest.mark.parametrize("quantization", ["int4", None])
-def test_ranks_divide_the_heads_of_latent_attention(
-    quantization: str | None, tmp_path: Path, random_model: Any, load: Any
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("deepseek 3 moe", "int4"),
+        ("deepseek 3 that turns halves", None),
+        ("gemma4", "int4"),
+        ("gemma4 of few heads", None),
+    ],
+)
+def test_ranks_divide_heads_of_latent_attention_and_of_several_sizes(
+    name: str, quantization: str | None, tmp_path: Path, random_model: Any, load: Any
 ) -> None:
-    kind, settings = GROUPED["deepseek 3 moe" if quantization else "deepseek 3 that turns halves"]
+    kind, settings = GROUPED[name]
     random_model(kind, **{**settings, "num_attention_heads": 4}).save_pretrained(tmp_path / "model")
 
     def body(state: ParallelState) -> None:

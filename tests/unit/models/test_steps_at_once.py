@@ -30,7 +30,10 @@ DENSE = "16 bits"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 32}),
     DENSE: ("Qwen3", {"head_dim": 32}),
-    **{name: GROUPED[name] for name in ("gemma2", "gemma3", "olmo2", "glm4", "qwen3.5", "lfm2", "granite 4")},
+    **{
+        name: GROUPED[name]
+        for name in ("gemma2", "gemma3", "gemma4", "olmo2", "glm4", "qwen3.5", "lfm2", "granite 4")
+    },
 }
 
 
