@@ -101,8 +101,7 @@ class UniProcExecutor(Executor):
 
     @property
     def most_steps(self) -> int:
-        # Engine cores in lock step compute the same number of steps.
-        return 1 if self._has_peers else self._alive().most_steps
+        return self._alive().most_steps
 
     def interrupt(self) -> None:
         # Another thread may be shutting the executor down.

@@ -314,8 +314,11 @@ class Worker:
 
     @property
     def most_steps(self) -> int:
-        """See `ModelRunner.most_steps`; to be asked when there is a KV cache."""
-        return self.model_runner.most_steps
+        """See `ModelRunner.most_steps`; to be asked when there is a KV cache.
+
+        Engine cores in lock step compute the same number of steps, one at a time.
+        """
+        return 1 if self._parallel.dp.size > 1 else self.model_runner.most_steps
 
     def interrupt(self) -> None:
         """See `ModelRunner.interrupt`."""

@@ -13,6 +13,7 @@ from nbengine.config import EngineConfig
 from nbengine.engine.core.activity import Activity
 from nbengine.engine.core.core_proc import EngineCoreProc, EngineShutdownState
 from nbengine.engine.core.step_in_flight import StepInFlight
+from nbengine.engine.core.step_pace import StepPace
 from nbengine.engine.core.waves import Standing, Verdict, WaveState, conclude, greatest_wave
 from nbengine.engine.core.work import COORDINATOR_INDEX, StartWave
 from nbengine.executor.base import Executor
@@ -196,6 +197,8 @@ class DPEngineCoreProc(EngineCoreProc):
         self._activity.begin("call", "reconfigure_data_parallel")
         self.model_executor.reconfigure_data_parallel(change.before, change.after, change.init_method)
         self.waves.num_ranks = change.after
+        # One core alone may compute several steps at once.
+        self._pace = StepPace(self.model_executor.most_steps)
         self.waves.has_joined = self.engine_index < change.after
         self._has_left = not self.waves.has_joined
         if self.waves.has_joined:

@@ -32,7 +32,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     DENSE: ("Qwen3", {"head_dim": 32}),
     **{
         name: GROUPED[name]
-        for name in ("gemma2", "gemma3", "gemma4", "olmo2", "glm4", "qwen3.5", "lfm2", "granite 4")
+        for name in (
+            *("gemma2", "gemma3", "gemma4", "olmo2", "glm4", "qwen3.5", "lfm2", "granite 4"),
+            *("qwen2 moe", "gpt-oss"),
+        )
     },
 }
 
