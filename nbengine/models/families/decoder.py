@@ -105,7 +105,7 @@ class DecoderForCausalLM:
             for rope in config.ropes
         ]
         self.layer_inputs: LayerInputs | None = None
-        """What each layer takes of tokens beside the stream, in families whose layers do."""
+        """The numbers of tokens that layers take beside the stream, in families whose layers do."""
         self.query_factors: QueryFactors | None = None
         if config.query_growth is not None:
             self.query_factors = QueryFactors(config.query_growth, positions, device)
