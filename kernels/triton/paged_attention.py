@@ -50,7 +50,13 @@ def choose_tiling(
     if dtype == torch.float32:
         if width <= 64:
             return Tiling(rows if decode or has_soft_cap else max(rows, 32), tokens=16, warps=4, stages=1)
-        return Tiling(rows, tokens=16, warps=4, stages=1) if width == 128 else Tiling(rows, 32, 8, 1)
+        return (
+            Tiling(rows, tokens=16, warps=4, stages=1)
+            if width == 128
+            else Tiling(rows, 32 if width <= 256 else 16, 8, 1)
+        )
+    if width > 256:
+        return Tiling(rows, tokens=16, warps=8, stages=3 if decode else 2)
     if decode:
         return Tiling(rows, tokens=64 if width <= 128 else 32, warps=4, stages=3)
     rows = max(rows, 64 if width <= 128 else 32)

@@ -22,7 +22,12 @@ from nbengine.models.causal_model import CausalModel
 from nbengine.models.checkpoints.packed_store import packed_store
 from nbengine.models.configs.encoder_config import is_encoder
 from nbengine.models.configs.hf_config import load_hf_config
-from nbengine.models.configs.pooling_config import advised_model_len, longest_model_len, supported_tasks
+from nbengine.models.configs.pooling_config import (
+    advised_model_len,
+    longest_model_len,
+    supported_tasks,
+    takes_prompt_embeds,
+)
 from nbengine.models.division import check_parallel
 from nbengine.models.encoder_model import EncoderModel
 from nbengine.models.loading import (
@@ -185,6 +190,7 @@ class Worker:
             "advised_max_model_len": advised_model_len(self.config.model.directory, self.hf_config),
             "vocab_size": self.model.config.vocab_size,
             "hidden_size": self.model.config.hidden_size,
+            "takes_prompt_embeds": takes_prompt_embeds(self.hf_config),
             "supported_tasks": list(supported_tasks(self.hf_config)),
         }
 

@@ -201,6 +201,10 @@ class EngineCore:
         if not self._has_kv_cache:
             raise RequestError("prompt_embeds cannot be given to an encoder")
         info = self.model_info
+        if not info.get("takes_prompt_embeds", True):
+            raise RequestError(
+                "prompt_embeds cannot be given to this model: each of its layers has embeddings of token ids of its own"
+            )
         embeds = prepare_prompt_embeds(request.prompt_embeds, info["hidden_size"], info["dtype"])
         request.prompt_embeds = embeds
         return bytes_of(embeds)

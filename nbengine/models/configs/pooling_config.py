@@ -55,6 +55,12 @@ def supported_tasks(hf: Mapping[str, Any]) -> tuple[str, ...]:
     return vectors if is_encoder(hf) else ("generate", *vectors)
 
 
+def takes_prompt_embeds(hf: Mapping[str, Any]) -> bool:
+    """Return whether prompts can be given as embeddings: not to encoders, nor to models whose layers have embeddings of
+    token ids of their own."""
+    return not is_encoder(hf) and not decoder_config(hf).layer_inputs
+
+
 def longest_model_len(hf: Mapping[str, Any]) -> int:
     """Return the longest sequence, in tokens, that a model can take."""
     if is_encoder(hf):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from family_cases import FULL, GEMMA_4, SLIDING
+from family_cases import CASES, FULL, GEMMA_4, SLIDING
+from random_models import save_tokenizer
 
+from nbengine import LLM, SamplingParams
 from nbengine.config import ParallelConfig
-from nbengine.errors import InvalidArgumentError, ModelLoadError
+from nbengine.errors import InvalidArgumentError, ModelLoadError, RequestError
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerConfig
 from nbengine.models.configs.rope_config import Rope, RopeScaling
 from nbengine.models.division import check_parallel
@@ -104,3 +107,20 @@ def test_it_does_not_classify_and_has_no_stages() -> None:
     check_parallel(HF, ParallelConfig(tensor_parallel_size=4))
     plain = {**HF, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
     check_parallel(plain, ParallelConfig(pipeline_parallel_size=2))
+
+
+@pytest.mark.parametrize(("name", "takes"), [("gemma4", False), ("gemma4 of few heads", True)])
+def test_embeddings_are_no_prompt_where_layers_need_the_ids(
+    name: str, takes: bool, tmp_path: Path, random_model: Any
+) -> None:
+    random_model(CASES[name].kind, **CASES[name].settings).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    prompt: Any = {"prompt_embeds": torch.ones(5, SIZES["hidden_size"])}
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with LLM(str(tmp_path), multiprocess=False, dtype="float32", num_gpu_blocks_override=40) as llm:
+        if takes:
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 2
+        else:
+            with pytest.raises(RequestError, match="prompt_embeds cannot be given to this model"):
+                llm.generate([prompt], params, use_tqdm=False)

@@ -65,6 +65,7 @@ def test_a_worker_reports_what_it_loaded(tiny_config: EngineConfig) -> None:
         "advised_max_model_len": 2048,
         "vocab_size": 258,
         "hidden_size": 64,
+        "takes_prompt_embeds": True,
         "supported_tasks": ["generate", "embed", "score", "encode"],
     }
     assert {message.stage for message in messages} == {"load"}
