@@ -343,6 +343,7 @@ def test_a_grid_of_many_rows_is_judged_compared_and_read_on(hostile: tuple[Cockp
     expect(output.locator(".nbc-diff ins").first).to_be_visible()
     second.get_by_role("button", name="ask this again").click()
     expect(second.get_by_role("button", name="a thumb down")).to_have_attribute("aria-pressed", "false")
-    output.locator(".nbc-note", has_text="more rows").scroll_into_view_if_needed()
+    # Where the page stays at the grid's end, the rows behind come one after the other, and the note may be gone.
+    rows.last.scroll_into_view_if_needed()
     expect(rows.nth(drawn)).to_be_attached()
     assert_harmless(cockpit)
