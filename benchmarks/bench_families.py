@@ -1,7 +1,7 @@
 """Measure engines of several families, with random weights in the sizes of real layers, beside another checkout.
 
     python benchmarks/bench_families.py [--families NAME ...] [--before DIR] [--kind int4] [--tokens 100]
-        [--rounds 3] [--json PATH]
+        [--rounds 5] [--json PATH]
 
 Each figure is of fresh engines, those of DIR and of this checkout in turn: milliseconds a step of one stream and of
 eight behind prompts of 64 tokens, and tokens a second of a prompt of 512. The floor is what the weights that a token

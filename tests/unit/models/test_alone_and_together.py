@@ -3,12 +3,11 @@ and with rounded weights, for the families whose layers have kernels of their ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from random_models import random_tokens, save_tokenizer
 
 from nbengine import LLM, SamplingParams
@@ -21,14 +20,6 @@ NAMES = ["deepseek 3 moe", "lfm2 moe", "glm4 moe", "ministral 3", "qwen3.5 moe",
 
 Answer = tuple[list[int], list[float]]
 """Tokens, and their log-probabilities."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def answers(llm: LLM, prompts: Sequence[list[int]], logprobs: int | None = 1) -> list[Answer]:
