@@ -295,15 +295,21 @@ def select_block_packer(device: torch.device) -> BlockPacker | None:
 
 
 def select_routing(
-    device: torch.device, hidden_size: int, experts: int, per_token: int, *, renormalize: bool
+    device: torch.device,
+    hidden_size: int,
+    experts: int,
+    per_token: int,
+    *,
+    renormalize: bool,
+    factors: torch.Tensor | None = None,
 ) -> CpuRouting | None:
-    """Return the compiled choice of `per_token` of `experts` for hidden states in float32; None where plain torch
-    has to do it."""
+    """Return the compiled choice of `per_token` of `experts`, with `factors` of their weights, float32 [experts], for
+    hidden states in float32; None where plain torch has to do it."""
     if not has_compiled_rows(device, torch.float32, hidden_size):
         return None
     from nbengine.kernels.cpu.routing import CpuRouting
 
-    return CpuRouting(experts, per_token, renormalize=renormalize)
+    return CpuRouting(experts, per_token, renormalize=renormalize, factors=factors)
 
 
 def select_grouped_routing(

@@ -45,14 +45,15 @@ class ChooseArguments(ctypes.Structure):
     for whole vectors of 16, which are overwritten.
 
     `weights` float32 and `chosen` int64 get `per_token` numbers a row. With `renormalize` not 0, a row's weights
-    are divided by their sum.
+    are divided by their sum; then they are multiplied by the chosen ones' numbers at `factors`, float32, unless that
+    is 0.
     """
 
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
             *("counter", "items", "rows", "experts", "per_token", "renormalize", "scores", "stride"),
-            *("weights", "chosen"),
+            *("weights", "chosen", "factors"),
         )
     ]
 
@@ -60,8 +61,11 @@ class ChooseArguments(ctypes.Structure):
 class CpuRouting:
     """The choice of experts, for one thread at a time, the one that calls torch."""
 
-    def __init__(self, experts: int, per_token: int, *, renormalize: bool) -> None:
+    def __init__(
+        self, experts: int, per_token: int, *, renormalize: bool, factors: Tensor | None = None
+    ) -> None:
         self.experts, self.per_token, self.renormalize = experts, per_token, renormalize
+        self._factors = factors
         self._run = select_runner()
 
     @property
@@ -89,7 +93,8 @@ class CpuRouting:
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights [T, per_token], float32, of the experts with the largest scores, which are softmax of
-        the scores [T, at least experts], and these experts, int64; of equals the first come first."""
+        the scores [T, at least experts], times the experts' factors if there are any, and these experts, int64; of
+        equals the first come first."""
         if scores.stride(0) != self.width:
             whole = scores.new_empty(len(scores), self.width)
             whole[:, : self.experts] = scores[:, : self.experts]
@@ -112,6 +117,7 @@ class CpuRouting:
             stride=scores.stride(0) * _FLOAT,
             weights=weights.data_ptr(),
             chosen=chosen.data_ptr(),
+            factors=0 if self._factors is None else self._factors.data_ptr(),
         )
         return compile_choose(), arguments
 
@@ -244,6 +250,10 @@ def _choose(code: Code, args: Int) -> None:
         with code.when(get("renormalize").compare("!=", 0)), code.loop(0, per_token) as nth:
             at = weights + nth * _FLOAT
             code.store(code.load(at) / kept.get(), at)
+        factors = get("factors")
+        with code.when(factors.compare("!=", 0)), code.loop(0, per_token) as nth:
+            at, found = weights + nth * _FLOAT, code.load_int(chosen + nth * _WORD)
+            code.store(code.load(at) * code.load(factors + found * _FLOAT), at)
 
 
 def power(code: Code, numbers: Vector, peak: Vector) -> Vector:

@@ -97,7 +97,7 @@ def _inner_sizes(config: DecoderConfig) -> list[int]:
     moe = config.moe
     if moe is None:
         return [config.intermediate_size] if config.intermediate_size else []
-    has_dense = not all(map(moe.has_experts, range(config.num_layers)))
+    has_dense = moe.beside_dense or not all(map(moe.has_experts, range(config.num_layers)))
     sizes = (config.intermediate_size if has_dense else 0, moe.shared_intermediate_size)
     return [size for size in sizes if size]
 

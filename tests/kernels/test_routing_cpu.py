@@ -41,6 +41,11 @@ def test_the_likeliest_experts_are_chosen_with_their_probabilities(
         expected = expected / expected.sum(-1, keepdim=True)
     assert torch.equal(chosen, places)
     torch.testing.assert_close(weights, expected)
+    factors = random(experts)
+    routing = CpuRouting(experts, per_token, renormalize=renormalize, factors=factors)
+    multiplied, same = routing.choose(scores.clone())
+    assert torch.equal(same, chosen)
+    assert torch.equal(multiplied, weights * factors[chosen])
 
 
 def test_of_equal_scores_the_first_come_first() -> None:

@@ -97,6 +97,12 @@ GEMMA_4 = {
     "pad_token_id": 0,
     **WINDOWS,
 }
+GEMMA_4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 40, **WINDOWS}
 CASES: dict[str, FamilyCase] = {
     "mistral window": FamilyCase("Mistral", {"head_dim": 16, **WINDOWS}),
@@ -166,6 +172,17 @@ CASES: dict[str, FamilyCase] = {
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
             "attention_bias": True,
+        },
+    ),
+    "gemma4 moe": FamilyCase(
+        "Gemma4",
+        {
+            **GEMMA_4,
+            **GEMMA_4_EXPERTS,
+            "num_hidden_layers": 4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
         },
     ),
     "phi3": FamilyCase("Phi3", {"pad_token_id": 0, **WINDOWS}),

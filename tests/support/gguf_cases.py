@@ -96,6 +96,7 @@ CASES: dict[str, GGUFCase] = {
     ),
     "gemma4": _of("gemma4", "gemma4", vocab_size_per_layer_input=260, tie_word_embeddings=True),
     "gemma4 of few heads": _of("gemma4", "gemma4 of few heads", attention_bias=False),
+    "gemma4 moe": _of("gemma4", "gemma4 moe"),
     "phi3 long": _of("phi3", "phi3 long"),
     "phi3 short": replace(
         _of(

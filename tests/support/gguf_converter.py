@@ -219,7 +219,7 @@ class Converter:
         count = config.get("num_experts", config.get("num_local_experts"))
         if count is not None:
             yield "{arch}.expert_count", count
-            yield "{arch}.expert_used_count", config["num_experts_per_tok"]
+            yield "{arch}.expert_used_count", config.get("num_experts_per_tok", config.get("top_k_experts"))
         if config.get("moe_intermediate_size"):
             yield "{arch}.expert_feed_forward_length", config["moe_intermediate_size"]
         shared = config.get("shared_expert_intermediate_size", config.get("shared_intermediate_size"))
@@ -305,7 +305,7 @@ class Converter:
 
     def named(self, name: str) -> str:
         """The name in the file."""
-        found = self.table.get_name(name, try_suffixes=(".weight", ".bias"))
+        found = self.table.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert found is not None, name
         return str(found)
 
@@ -344,7 +344,7 @@ class Converter:
         if "conv.conv.weight" in name:
             tensor = tensor.squeeze(1)
         name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
-        name = f"{name}.weight" if name.endswith(".layer_scalar") else name
+        name = gguf_further.gemma4_name(name) if arch == "gemma4" else name
         if name.endswith(".expert_bias"):
             name = f"{name}.bias"
         if name.endswith("shared_expert_gate.weight"):

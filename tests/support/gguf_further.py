@@ -23,6 +23,14 @@ def still_pairs(config: dict[str, Any]) -> list[float]:
     return [1.0] * turned + [1e30] * (size // 2 - turned)
 
 
+def gemma4_name(name: str) -> str:
+    """The name that a tensor has with an ending that tells weights from scales."""
+    if name.endswith((".layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")):
+        return f"{name}.weight"
+    name = name.replace(".router.per_expert_scale", ".experts.down_proj.scale")
+    return name.replace(".router.scale", ".router.proj.scale")
+
+
 def metadata(arch: str, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The metadata that the class of an architecture writes besides, or otherwise."""
     match arch:

@@ -16,6 +16,8 @@ from tests.unit.models.conftest import SIZES
 VOCABULARY = 96
 FIRST = 3
 """The first token that means nothing."""
+SET = ("sinks", "norm.weight", "layernorm.weight", "router.scale", "per_expert_scale")
+"""The endings of parameters that classes set to one value."""
 ROUNDING = 1e-4
 """The most that two orders of the same float32 sums change in a logit."""
 
@@ -38,7 +40,7 @@ def save_random(kind: str, settings: dict[str, Any], directory: Path) -> Any:
     model = model.float().eval()
     # Weights of their own for the parameters that a class sets to one value.
     for name, parameter in model.named_parameters():
-        if name.endswith(("sinks", "norm.weight", "layernorm.weight")):
+        if name.endswith(SET) or "layernorm_" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

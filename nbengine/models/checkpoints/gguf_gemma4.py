@@ -51,6 +51,18 @@ def gemma4_entries(header: GGUFHeader) -> dict[str, Any]:
         "final_logit_softcapping": header.number(cap) if cap in header.metadata else None,
         "rope_frequency_factors": None,
         "rope_parameters": _ropes(header),
+        **_experts(header),
+    }
+
+
+def _experts(header: GGUFHeader) -> dict[str, Any]:
+    if not header.integer_or("gemma4.expert_count", 0):
+        return {}
+    return {
+        "enable_moe_block": True,
+        "num_experts": header.integer("gemma4.expert_count"),
+        "top_k_experts": header.integer("gemma4.expert_used_count"),
+        "moe_intermediate_size": header.integer("gemma4.expert_feed_forward_length"),
     }
 
 

@@ -19,6 +19,7 @@ from nbengine.models.checkpoints.gguf_layouts import (
 )
 from nbengine.models.checkpoints.tensor_names import TensorPart
 from nbengine.models.configs.decoder_config import DecoderConfig
+from nbengine.models.configs.moe_config import NORMS_BESIDE
 from nbengine.models.registry import load_family
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -166,6 +167,8 @@ def _in_layer(config: DecoderConfig, layer: int) -> Iterator[str]:
             yield name
     if config.layer_scales:
         yield from _INPUT_NAMES
+    if config.moe is not None and config.moe.beside_dense:
+        yield from NORMS_BESIDE
     block: str
     inside: tuple[str, ...]
     block, inside = "self_attn", (*_ATTENTION_NAMES, *_LATENT_NAMES)

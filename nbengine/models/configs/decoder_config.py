@@ -126,8 +126,8 @@ class DecoderConfig:
     `qk_norm` normalises queries and keys before RoPE, per head (Qwen3) or, with `qk_norm_whole`, over all heads
     (OLMo 2); `turned_norm` normalises them per head after RoPE, without a weight, in the layers that have it
     (Llama 4). `num_labels` is 0 unless the model has a classification head in place of its output projection. `moe`
-    has the experts that some layers, or all, have in place of one feed-forward block; `intermediate_size` is that of
-    the other layers; if it is 0, they have no such block. `quantization` says how safetensors files have the matrices, or how they are to be rounded.
+    has the experts that some layers, or all, have in place of one feed-forward block, or beside it; `intermediate_size` is
+    that of dense blocks; if it is 0, there are none. `quantization` says how safetensors files have the matrices, or how they are to be rounded.
 
     `layers` has what each layer has of its own, and is empty if all see all keys and turn by the first rotary
     embedding. That is `rope_theta` and `rope_scaling`; `other_ropes` are those with the numbers from 1 on. They turn

@@ -9,6 +9,14 @@ from typing import Any, Literal
 from nbengine.errors import ModelLoadError
 from nbengine.models.configs.hf_config import positive
 
+NORMS_BESIDE = (
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
+"""The norms before and behind a dense block, and before and behind the experts beside it."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedRouting:
@@ -48,8 +56,10 @@ class MoEConfig:
     `renormalize` are divided by their sum. `shared_intermediate_size` is that of the block that all tokens go
     through as well, 0 without one; with `shared_gate` a gate of its own weights it. Every `sparse_step`th layer has experts, but for the `dense_layers`.
     `routing` is how experts are chosen where the greatest logits do not do it. `bias` is for the router and
-    all projections of experts; `clamped` says how gates act that are not silu's. With `weighs_inputs` an expert's input
-    is multiplied by its weight, and its output is not (Llama 4).
+    all projections of experts; gates act by `hidden_act`, or as `clamped` says. With `weighs_inputs` an expert's input
+    is multiplied by its weight, and its output is not (Llama 4). With `beside_dense` the experts are beside the
+    decoder's dense block, both have norms of their own, and so has the router, which has a factor of each expert's
+    weight, too (Gemma 4).
     """
 
     num_experts: int
@@ -64,11 +74,13 @@ class MoEConfig:
     bias: bool = False
     clamped: ClampedGate | None = None
     weighs_inputs: bool = False
+    hidden_act: str = "silu"
+    beside_dense: bool = False
 
     @property
     def activation(self) -> str | tuple[float, float]:
         """Return the activation of experts: a name, or alpha and limit of a clamped gate."""
-        return "silu" if self.clamped is None else (self.clamped.alpha, self.clamped.limit)
+        return self.hidden_act if self.clamped is None else (self.clamped.alpha, self.clamped.limit)
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:

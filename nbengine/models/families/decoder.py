@@ -20,6 +20,7 @@ from nbengine.models.further_steps import FurtherSteps
 from nbengine.models.layers.attention import warm_up_attention
 from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.decoder_layer import DecoderLayer, FeedForward, ResidualStream
+from nbengine.models.layers.dense_and_experts import DenseAndExperts
 from nbengine.models.layers.gated_delta_net import RecurrentState
 from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.layer_inputs import LayerInputs
@@ -284,7 +285,9 @@ class DecoderForCausalLM:
     @property
     def moe_blocks(self) -> list[SparseMoeBlock]:
         """List the blocks of this stage's layers that have experts."""
-        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMoeBlock)]
+        blocks = (layer.mlp for layer in self.layers)
+        found = (block.experts if isinstance(block, DenseAndExperts) else block for block in blocks)
+        return [block for block in found if isinstance(block, SparseMoeBlock)]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Return the places of the weights, under the names of Hugging Face checkpoints; tied weights appear
@@ -340,9 +343,12 @@ class DecoderForCausalLM:
         """Make the feed-forward block, or the experts, of the layer with this number, whose weights lie at
         `place`; families with blocks of their own override it."""
         config = self.config.of_layer(index)
-        if config.moe is not None and config.moe.has_experts(index):
+        moe = config.moe
+        if moe is not None and moe.has_experts(index):
             kernels = select_expert_kernels(self.device, self.dtype)
-            return SparseMoeBlock(config.moe, config.hidden_size, kernels, place=place, parallel=parallel)
+            if moe.beside_dense:
+                return DenseAndExperts(config, moe, kernels, place=place, parallel=parallel)
+            return SparseMoeBlock(moe, config.hidden_size, kernels, place=place, parallel=parallel)
         return DecoderMLP(
             config.hidden_size,
             config.intermediate_size,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from nbengine.errors import ModelLoadError, quoted
 from nbengine.models.checkpoints.tensor_names import TensorPart
-from nbengine.models.configs.decoder_config import DecoderConfig, LayerConfig, LayerNorms
+from nbengine.models.configs.decoder_config import ACTIVATIONS, DecoderConfig, LayerConfig, LayerNorms
 from nbengine.models.configs.hf_config import number, positive, stated_rope
+from nbengine.models.configs.moe_config import NORMS_BESIDE, MoEConfig
 from nbengine.models.configs.rope_config import Rope, rope_of
 from nbengine.models.families.text_part import TextPart
 
@@ -27,17 +28,28 @@ _ROPES: Mapping[str, Mapping[str, Any]] = {
 }
 _PERIOD = 6
 _OF_KEYS = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
+_RENAMED: Mapping[str, str] = {
+    ".layer_scalar.weight": ".layer_scalar",
+    ".router.proj.": ".mlp.gate.",
+    ".router.scale": ".mlp.router_norm.weight",
+    ".router.per_expert_scale": ".mlp.expert_factors",
+    ".mlp.gate.scale": ".mlp.router_norm.weight",
+    ".mlp.experts.down_proj.scale": ".mlp.expert_factors",
+    ".experts.gate_up_proj": ".mlp.experts.gate_up_proj",
+    ".experts.down_proj": ".mlp.experts.down_proj",
+}
 _OWN_OF_SOURCES = tuple(f".self_attn.{name}" for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm."))
 
 
 class Gemma4(TextPart):
-    """Gemma 4 without experts (E2B, E4B, 31B), the text of the models with images and sound, too.
+    """Gemma 4, the text of the models with images and sound, too.
 
-    Layers that see everything have larger heads than those with a window, and in the small models the last layers read
-    the keys and values of others, and each layer has embeddings of its own.
+    Layers that see everything have larger heads than those with a window. In the small models (E2B, E4B) the last
+    layers read the keys and values of others, and each layer has embeddings of its own; 26B-A4B has experts beside the
+    dense block of each layer.
     """
 
-    title = "Gemma 4 E2B, E4B, 31B (text)"
+    title = "Gemma 4 (text)"
     defaults: Mapping[str, Any] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -57,6 +69,10 @@ class Gemma4(TextPart):
         ),
     )
 
+    def shares_experts(self, hf: Mapping[str, Any]) -> bool:
+        """See `Family.shares_experts`."""
+        return bool(hf.get("enable_moe_block", False))
+
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`; the rotary embeddings of full and window layers are stated apart."""
         stated = stated_rope(hf)
@@ -70,8 +86,6 @@ class Gemma4(TextPart):
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
-        if hf.get("enable_moe_block"):
-            raise ModelLoadError("config.json: enable_moe_block, the experts of Gemma 4, is not supported")
         if hf.get("use_bidirectional_attention") == "all":
             raise ModelLoadError(
                 "config.json: use_bidirectional_attention is not supported: decoders are causal"
@@ -80,12 +94,14 @@ class Gemma4(TextPart):
         types = _types(hf)
         head_dim, kv_heads = _full_sizes(hf, types)
         bias, inputs = bool(hf.get("attention_bias", False)), int(hf["hidden_size_per_layer_input"])
-        cap = hf.get("final_logit_softcapping")
+        cap, act = hf.get("final_logit_softcapping"), str(hf.get("hidden_activation") or "gelu_pytorch_tanh")
+        moe = _experts(hf, act) if self.shares_experts(hf) else None
         return {
-            "hidden_act": str(hf.get("hidden_activation") or "gelu_pytorch_tanh"),
+            "hidden_act": act,
+            "moe": moe,
             "attention_bias": bias,
             "attention_out_bias": bias,
-            "norms": _NORMS,
+            "norms": _NORMS if moe is None else replace(_NORMS, before_mlp=None),
             "qk_norm": True,
             "value_norm": True,
             "attention_scale": 1.0,
@@ -107,8 +123,13 @@ class Gemma4(TextPart):
         return Gemma4ForCausalLM(config, **options)
 
     def our_name(self, name: str) -> str:
-        """See `DecoderFamily.our_name`; GGUF files have the scale of a layer as a weight."""
-        return super().our_name(name).replace(".layer_scalar.weight", ".layer_scalar")
+        """See `DecoderFamily.our_name`; GGUF files have the scale of a layer as a weight, and those of the router
+        and of its experts beside matrices."""
+        name = super().our_name(name)
+        for theirs, ours in _RENAMED.items():
+            if theirs in name:
+                return name.replace(theirs, ours)
+        return name
 
     def tensor_parts(
         self, config: DecoderConfig, name: str, shape: tuple[int, ...]
@@ -120,9 +141,23 @@ class Gemma4(TextPart):
             layer = config.layer(int(number)) if number.isdigit() else LayerConfig()
             if layer.source is not None and any(each in ours for each in _OWN_OF_SOURCES):
                 continue
+            before, _, last = ours.removesuffix(".weight").rpartition(".")
+            if config.moe is not None and last in NORMS_BESIDE:
+                ours = f"{before}.mlp.{last}.weight"
             yield ours, part
             if layer.values_of_keys and ours.endswith(_OF_KEYS):
                 yield ours.replace(".k_proj.", ".v_proj."), part
+
+
+def _experts(hf: Mapping[str, Any], act: str) -> MoEConfig:
+    return MoEConfig(
+        positive(hf, "num_experts"),
+        positive(hf, "top_k_experts"),
+        positive(hf, "moe_intermediate_size"),
+        renormalize=True,
+        hidden_act=ACTIVATIONS.get(act, act),
+        beside_dense=True,
+    )
 
 
 def _full_sizes(hf: Mapping[str, Any], types: list[str]) -> tuple[int, int]:

@@ -73,7 +73,7 @@ class DenseExperts:
 
 class Experts:
     """One worker's part of a layer's experts, `shard`: stacked, or each by itself where some stay quantised or have
-    more than silu and three matrices.
+    other things than silu and three matrices.
 
     `numbers` [all experts], int64, has the index of each expert in the part, and the part's length for an
     expert that is elsewhere; it is None where none is.
@@ -94,7 +94,7 @@ class Experts:
             for expert in shard.experts
             for projection, _ in PROJECTIONS
         )
-        if is_packed or moe.bias or moe.clamped is not None:
+        if is_packed or moe.bias or moe.activation != "silu":
             self.blocks = PackedExperts(shard, moe, hidden_size, place)
         else:
             self.blocks = DenseExperts(shard, moe, hidden_size, place, kernels)
@@ -214,20 +214,28 @@ class SparseMoeBlock:
         """Choose the experts of tokens x [T, hidden], [T, experts_per_token] int64, and their weights,
         float32."""
         if self.routing is not None:
-            weight, bias = self.router.weight, self.router.bias
-            if not isinstance(weight, DenseWeight):
-                return self.routing.choose(self.router(x))
-            scores = self.routing.scores(x, weight.tensor)
-            if bias is not None:
-                scores[:, : len(bias)] += bias
-            return self.routing.choose(scores)
+            return self.routing.choose(self.logits(x))
         if isinstance(self.router, GroupedRouter):
             return self.router.choose(x)
-        probabilities = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        probabilities = F.softmax(self.logits(x), dim=-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.moe.experts_per_token, dim=-1)
         if self.moe.renormalize:
             weights /= weights.sum(dim=-1, keepdim=True)
         return weights, experts
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of all experts for tokens x [T, hidden], the first ones of each row; there may be more."""
+        weight, bias = self.router.weight, self.router.bias
+        if self.routing is None or not isinstance(weight, DenseWeight):
+            return self.router(x)
+        scores = self.routing.scores(x, weight.tensor)
+        if bias is not None:
+            scores[:, : len(bias)] += bias
+        return scores
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return what experts take of the block's input x [T, hidden]."""
+        return x
 
     @property
     def is_alone(self) -> bool:
@@ -293,10 +301,11 @@ class SparseMoeBlock:
         if not len(x):
             return x.new_empty(x.shape)
         weights, chosen = self.route(x)
+        rows = self.rows(x)
         return (
-            self._of_weighted(x, weights, chosen)
+            self._of_weighted(rows, weights, chosen)
             if self.moe.weighs_inputs
-            else self.experts(x, weights, chosen)
+            else self.experts(rows, weights, chosen)
         )
 
     def _of_weighted(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

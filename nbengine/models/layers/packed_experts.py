@@ -8,9 +8,10 @@ from torch import Tensor
 from nbengine.kernels.dispatch import select_combine
 from nbengine.kernels.quantized import Format
 from nbengine.kernels.row_kernels import select_gate
-from nbengine.kernels.torch.experts import dense_product, silu_and_mul, sum_of_experts, weighted_sums
+from nbengine.kernels.torch.experts import dense_product, sum_of_experts, weighted_sums
 from nbengine.models.configs.moe_config import ClampedGate, MoEConfig
 from nbengine.models.layers.basic import MergedLinear, Rows
+from nbengine.models.layers.mlp import ACTIVATE
 from nbengine.models.layers.weights import DenseWeight, PackedWeight, Place, Slots, Weight, WeightSlot
 from nbengine.models.sharding import ExpertShard
 
@@ -36,9 +37,9 @@ class PackedExperts:
         self.num_experts, self.inner = len(shard.experts), len(shard.inner)
         self._shard = shard
         self._down_shape = (hidden_size, full_inner)
-        self._clamped = moe.clamped
+        self._clamped, self._activate = moe.clamped, ACTIVATE[moe.hidden_act]
         self._compiled = None
-        if moe.clamped is None or not place.is_exact:
+        if moe.activation == "silu" or not place.is_exact:
             self._compiled = select_gate(place.device, place.hidden_dtype, self.inner, moe.activation)
         self._combine = None
         if place.hidden_dtype is torch.float32:
@@ -76,7 +77,10 @@ class PackedExperts:
         """See `nbengine.kernels.torch.experts.FeedForwards.activate`."""
         if self._compiled is not None:
             return self._compiled(gated)
-        return silu_and_mul(gated) if self._clamped is None else clamped(self._clamped, gated)
+        if self._clamped is not None:
+            return clamped(self._clamped, gated)
+        gate, up = gated.chunk(2, dim=-1)
+        return self._activate(gate).mul_(up)
 
     def down(self, expert: int, rows: Tensor, out: Tensor) -> None:
         """See `nbengine.kernels.torch.experts.FeedForwards.down`."""

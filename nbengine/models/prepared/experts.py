@@ -59,7 +59,7 @@ class ExpertBuffers:
     active: Tensor
     count: Tensor
     shared: Tensor
-    """[tokens, hidden], float32: the output of the block that all tokens go through."""
+    """[tokens, hidden], float32: the output of the block that all tokens go through, beside the experts."""
     shared_scores: Tensor
     """[tokens, 16], float32: the first number is the score of that block's gate."""
 
@@ -72,6 +72,7 @@ class ExpertBuffers:
         assert first.routing is not None
         per_token, shard = first.moe.experts_per_token, first.experts.shard
         places = tokens * per_token
+        has_shared = first.shared is not None or first.moe.beside_dense
 
         def records(columns: int) -> Tensor:
             return torch.empty(places, columns // SPAN * RECORD_BYTES, dtype=torch.uint8)
@@ -90,7 +91,7 @@ class ExpertBuffers:
             starts=integers(len(shard.experts) + 1),
             active=integers(len(shard.experts)),
             count=integers(1),
-            shared=torch.empty(tokens, 0 if first.shared is None else first.hidden_size),
+            shared=torch.empty(tokens, first.hidden_size if has_shared else 0),
             shared_scores=torch.empty(tokens, MAX_LANES),
         )
 
@@ -113,18 +114,21 @@ class ExpertOperations:
         self._products: list[NDArray[np.int64]] = []
         """The arguments of all experts' products, kept as long as the operations."""
 
-    def of(self, block: SparseMoeBlock) -> Iterator[Operation]:
-        """Yield the operations of a layer behind those of its router where that is quantised: they leave scores."""
-        blocks, routing = block.experts.blocks, block.routing
-        assert isinstance(blocks, PackedExperts)
-        assert routing is not None
-        own, pairs = self._experts, blocks.pairs()
-        weight, bias = block.router.weight, block.router.bias
+    def scores(self, block: SparseMoeBlock) -> Iterator[Operation]:
+        """Yield the operations of a router behind its product where that is quantised: they leave scores."""
+        own, weight, bias = self._experts, block.router.weight, block.router.bias
         if isinstance(weight, DenseWeight):
             yield self.score(weight.tensor, own.scores)
         if bias is not None:
             add = compile_rows("add", len(bias), Element.FLOAT32)
             yield row_operation(add, own.scores, bias, own.scores, repeats=True)
+
+    def of(self, block: SparseMoeBlock) -> Iterator[Operation]:
+        """Yield the operations of a layer's experts behind those of the router."""
+        blocks, routing = block.experts.blocks, block.routing
+        assert isinstance(blocks, PackedExperts)
+        assert routing is not None
+        own, pairs = self._experts, blocks.pairs()
         per_token, nowhere = routing.per_token, len(own.outputs) - 1
         yield Operation(*routing.operation(own.scores, own.weights, own.chosen), 1)
         gates, downs = self._products_of(blocks)

@@ -21,6 +21,7 @@ from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.cpu.write_kv import TOKENS_PER_ITEM, WriteArguments
 from nbengine.models.layers.basic import MergedLinear, RMSNorm
 from nbengine.models.layers.decoder_attention import DecoderAttention
+from nbengine.models.layers.dense_and_experts import DenseAndExperts
 from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.mlp import DecoderMLP
 from nbengine.models.layers.moe import SharedExpert, SparseMoeBlock
@@ -216,12 +217,39 @@ class StepOperations(InputOperations):
             gate = [] if shared.gate is None else [shared.gate.weight]
             weights.extend([*weights_of(shared.mlp.gate_up_proj), *gate])
         self._add_norm_round(norm, weights, has_experts=True)
-        if isinstance(block.router.weight, PackedWeight):
-            self._product(block.router.weight, self._scores, buffers.normed, buffers.records)
+        self._add_scores(block)
         self.operations.extend(self._experts.of(block))
         if shared is not None:
             self._add_shared(shared)
         self._sum_over_ranks(buffers.out)
+
+    def add_dense_and_experts(self, block: DenseAndExperts) -> None:
+        """Make the output of a dense block and experts side by side of the residual stream."""
+        assert self._experts is not None
+        buffers, experts, (dense, _) = self._buffers, block.experts, self._shared
+        x, normed, out = buffers.x, buffers.normed, buffers.out
+        self._add_norm_round(block.norm, weights_of(block.mlp.gate_up_proj))
+        self._add_feed_forward(block.mlp, dense)
+        self._sum_over_ranks(dense)
+        self._normalise(block.after, dense, dense)
+        self._normalise(experts.router_norm, x, normed)
+        self._round_for([experts.router.weight], normed)
+        self._add_scores(experts)
+        self._scale(self._scores, torch.tensor([experts.logit_factor]))
+        self._normalise(experts.norm, x, normed)
+        self._round(normed)
+        self.operations.extend(self._experts.of(experts))
+        self._sum_over_ranks(out)
+        self._normalise(block.after_experts, out, out)
+        self._add(out, dense, repeats=False)
+
+    def _add_scores(self, block: SparseMoeBlock) -> None:
+        """Make the scores of experts of the normalised rows, or of their records."""
+        assert self._experts is not None
+        buffers, weight = self._buffers, block.router.weight
+        if isinstance(weight, PackedWeight):
+            self._product(weight, self._scores, buffers.normed, buffers.records)
+        self.operations.extend(self._experts.scores(block))
 
     def _add_shared(self, block: SharedExpert) -> None:
         """Add the output of the block that all tokens go through."""

@@ -19,6 +19,7 @@ from nbengine.kernels.cpu.program import Operations, Program, places_of
 from nbengine.kernels.cpu.write_kv import WriteArguments
 from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
 from nbengine.models.layers.basic import RMSNorm
+from nbengine.models.layers.dense_and_experts import DenseAndExperts
 from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.layer_inputs import InputLayer
 from nbengine.models.layers.mlp import DecoderMLP
@@ -295,7 +296,8 @@ def _buffers_of(
     first = attentions[0]
     head = head_of(model)
     shared = [mlp.shared.mlp for mlp in mlps if isinstance(mlp, SparseMoeBlock) and mlp.shared is not None]
-    blocks = [*(mlp for mlp in mlps if isinstance(mlp, DecoderMLP)), *shared]
+    beside = [mlp.mlp for mlp in mlps if isinstance(mlp, DenseAndExperts)]
+    blocks = [*(mlp for mlp in mlps if isinstance(mlp, DecoderMLP)), *shared, *beside]
     if isinstance(first, LatentAttention):
         mixed = first.latent.query_rank or 0
     return StepBuffers.make(
@@ -341,6 +343,8 @@ def _add_all(
         operations.end_block(_norm(layer.after_attention))
         if isinstance(mlp, DecoderMLP):
             operations.add_mlp(_norm(layer.before_mlp), mlp)
+        elif isinstance(mlp, DenseAndExperts):
+            operations.add_dense_and_experts(mlp)
         else:
             assert isinstance(mlp, SparseMoeBlock)
             operations.add_experts(_norm(layer.before_mlp), mlp)

@@ -20,6 +20,7 @@ from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.further_steps import FurtherSteps
 from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.decoder_layer import DecoderLayer
+from nbengine.models.layers.dense_and_experts import DenseAndExperts
 from nbengine.models.layers.gated_convolution import GatedConvolution
 from nbengine.models.layers.gated_delta_net import GatedDeltaNet
 from nbengine.models.layers.latent_attention import LatentAttention
@@ -180,14 +181,21 @@ def _is_covered(layer: DecoderLayer, hidden_size: int) -> bool:
         needs.weights.extend([mixer.out_proj.weight, *(weight for _, weight in mixer.in_proj.runs)])
     else:
         return False
-    if type(mlp) is DecoderMLP:
-        if mlp.activation not in GATED:
+    if type(mlp) is DenseAndExperts:
+        if not _is_dense_covered(mlp.mlp, needs) or not _are_covered(mlp.experts, needs):
             return False
-        needs.sizes.append(mlp.size)
-        needs.weights.extend([mlp.down_proj.weight, *(weight for _, weight in mlp.gate_up_proj.runs)])
+    elif type(mlp) is DecoderMLP:
+        if not _is_dense_covered(mlp, needs):
+            return False
     elif not isinstance(mlp, SparseMoeBlock) or layer.before_mlp is None or not _are_covered(mlp, needs):
         return False
     return needs.are_met()
+
+
+def _is_dense_covered(mlp: DecoderMLP, needs: _Needs) -> bool:
+    needs.sizes.append(mlp.size)
+    needs.weights.extend([mlp.down_proj.weight, *(weight for _, weight in mlp.gate_up_proj.runs)])
+    return mlp.activation in GATED
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,10 @@ from tests.unit.models.test_prepared_groups import MODELS
 
 PROMPTS = [random_tokens(length) for length in (45, 20, 33, 6)]
 CHUNK, NEW_TOKENS = 7, 12
-NAMES = ["deepseek 3 moe", "lfm2 moe", "glm4 moe", "ministral 3", "qwen3.5 moe", "gpt-oss"]
+NAMES = [
+    *("deepseek 3 moe", "lfm2 moe", "glm4 moe"),
+    *("ministral 3", "qwen3.5 moe", "gpt-oss", "gemma4 moe"),
+]
 
 Answer = tuple[list[int], list[float]]
 """Tokens, and their log-probabilities."""

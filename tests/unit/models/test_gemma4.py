@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import CASES, FULL, GEMMA_4, SLIDING
+from family_cases import CASES, FULL, GEMMA_4, GEMMA_4_EXPERTS, SLIDING
 from random_models import save_tokenizer
 
 from nbengine import LLM, SamplingParams
 from nbengine.config import ParallelConfig
 from nbengine.errors import InvalidArgumentError, ModelLoadError, RequestError
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerConfig
+from nbengine.models.configs.moe_config import NORMS_BESIDE, MoEConfig
 from nbengine.models.configs.rope_config import Rope, RopeScaling
 from nbengine.models.division import check_parallel
 from nbengine.models.registry import decoder_config, load_family
@@ -59,6 +60,26 @@ def test_five_of_six_layers_have_a_window_where_nothing_is_said_and_the_last_nev
     assert kinds == ["window"] * 5 + ["full", "window", "full"]
 
 
+def test_experts_are_beside_the_dense_block_and_norms_of_both_are_inside() -> None:
+    family = load_family("nbengine.models.families.gemma4:Gemma4")
+    found = decoder_config({**HF, **GEMMA_4_EXPERTS})
+    assert found.moe == MoEConfig(6, 2, 32, renormalize=True, hidden_act="gelu_tanh", beside_dense=True)
+    assert family.shares_experts({**HF, **GEMMA_4_EXPERTS})
+    assert not family.shares_experts(HF)
+    assert (found.norms.before_mlp, decoder_config(HF).norms.before_mlp) == (None, NORMS_BESIDE[0])
+
+    def ours(config: DecoderConfig, name: str) -> list[str]:
+        return [each for each, _ in family.tensor_parts(config, f"model.layers.1.{name}", (6,))]
+
+    for name in NORMS_BESIDE:
+        assert ours(found, f"{name}.weight") == [f"model.layers.1.mlp.{name}.weight"]
+        assert ours(decoder_config(HF), f"{name}.weight") == [f"model.layers.1.{name}.weight"]
+    for name in ("router.scale", "mlp.gate.scale"):
+        assert ours(found, name) == ["model.layers.1.mlp.router_norm.weight"]
+    for name in ("router.per_expert_scale", "mlp.experts.down_proj.scale"):
+        assert ours(found, name) == ["model.layers.1.mlp.expert_factors"]
+
+
 def test_tensors_of_layers_that_read_others_are_left_out_and_keys_may_be_values() -> None:
     family, config = load_family("nbengine.models.families.gemma4:Gemma4"), decoder_config(HF)
 
@@ -79,7 +100,8 @@ def test_tensors_of_layers_that_read_others_are_left_out_and_keys_may_be_values(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block, the experts of Gemma 4, is not supported"),
+        ({**GEMMA_4_EXPERTS, "top_k_experts": 7}, r"\(7\) must be at most the number of experts \(6\)"),
+        ({**GEMMA_4_EXPERTS, "moe_intermediate_size": None}, "moe_intermediate_size must be"),
         ({"use_bidirectional_attention": "all"}, "decoders are causal"),
         ({"layer_types": [FULL]}, "layer_types must be a list of 6 times 'full_attention' or"),
         ({"layer_types": [FULL] * 5 + ["other"]}, "layer_types must be a list of 6 times"),

@@ -46,6 +46,12 @@ FEW_HEADS: dict[str, Any] = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 1,
 }
+GEMMA_4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+}
 MIXED = {"layer_types": ["linear_attention", FULL, "linear_attention", "linear_attention"]}
 QWEN: dict[str, Any] = {
     **SIZES,
@@ -144,6 +150,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 with biases": ("Gemma3", {**GEMMA, "attention_bias": True}),
     "gemma4": ("Gemma4", GEMMA_4),
     "gemma4 of few heads": ("Gemma4", {**GEMMA_4, **FEW_HEADS, "attention_bias": True}),
+    "gemma4 moe": ("Gemma4", {**GEMMA_4, **FEW_HEADS, **GEMMA_4_EXPERTS}),
     "qwen3.5": ("Qwen3_5", {**QWEN, **PARTIAL, "head_dim": 64}),
     "qwen3.5 with biases": ("Qwen3_5", {**QWEN, **PARTIAL, "head_dim": 64, "attention_bias": True}),
     "lfm2": ("Lfm2", LFM2),

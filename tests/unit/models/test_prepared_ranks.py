@@ -142,6 +142,7 @@ def test_a_prepared_step_of_ranks_has_the_bits_of_the_eager_path(
         ("deepseek 3 that turns halves", None),
         ("gemma4", "int4"),
         ("gemma4 of few heads", None),
+        ("gemma4 moe", "int4"),
     ],
 )
 def test_ranks_divide_heads_of_latent_attention_and_of_several_sizes(

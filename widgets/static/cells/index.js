@@ -23,13 +23,14 @@ class Grid {
     this.table.nbArrange = (order) => this.arrange(order);
     this.head();
     this.body = this.table.createTBody();
-    this.end = element("div", "nbc-note");
+    this.end = control("button", "nbc-button", { type: "button", title: "draw the next rows" });
+    this.end.addEventListener("click", () => this.more());
     this.status = element("div", "nbc-note", { role: "status" });
     this.diff = element("div", "nbc-diff", { hidden: "" });
     this.root.append(this.table, this.end, this.diff, this.status);
     for (const line of model.get("foot")) this.root.append(element("div", "nbc-note", {}, line));
     el.append(this.root);
-    this.observer = new IntersectionObserver((seen) => seen.some((each) => each.isIntersecting) && this.more(), {
+    this.observer = new IntersectionObserver((seen) => this.reach(seen.some((each) => each.isIntersecting)), {
       rootMargin: "600px",
     });
     this.observer.observe(this.end);
@@ -72,6 +73,14 @@ class Grid {
     this.more();
   }
 
+  // Draw the next rows where the end comes into sight. A page that stays at the end, since the reader is at the next
+  // cell, would come to all rows: there the reader asks for them.
+  reach(isInSight) {
+    const stays = this.isFresh && this.table.clientHeight > window.innerHeight;
+    this.isFresh = false;
+    if (isInSight && !stays) this.more();
+  }
+
   // Draw the next rows, and ask for those that are not known.
   more() {
     const wanted = this.order.slice(this.drawn, this.drawn + ROWS_AT_ONCE);
@@ -87,8 +96,10 @@ class Grid {
       number = wanted.shift();
     }
     const left = this.order.length - this.drawn;
-    this.end.textContent = left ? `${left.toLocaleString("en")} more rows` : "";
+    this.end.textContent = `${left.toLocaleString("en")} more rows`;
+    this.end.hidden = left === 0;
     // What is still in sight has room for more: the observer tells it once only.
+    this.isFresh = true;
     this.observer.unobserve(this.end);
     if (left) this.observer.observe(this.end);
   }
