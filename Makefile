@@ -18,8 +18,8 @@ INSTALL := $(PYTHON) tools/install.py $(VENV) $(if $(WHEELS),--wheels $(WHEELS))
 PYTEST := $(BIN)/python -m pytest -p tests.tools.cpu_seconds
 # Tests of one file share their engines, and stay in one process.
 WORKERS ?= 2
-# Tests of processes and notebooks wait a quarter of their time: a third pytest uses it.
-WAITING_WORKERS ?= 3
+# Tests of processes and notebooks wait a third of their time: further pytests use it.
+WAITING_WORKERS ?= 4
 # Worlds that `make thorough` simulates.
 SEEDS ?= 100000
 PARALLEL := -n $(WORKERS) --dist loadfile

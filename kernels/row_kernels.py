@@ -41,7 +41,8 @@ def select_gate(
     device: torch.device, dtype: torch.dtype, size: int, activation: str | tuple[float, float]
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the function of [T, 2 * size] that multiplies the activation ("silu", "gelu_tanh", …; or alpha and limit of
-    a clamped gate) of the first half of each row with the second half; None where plain torch has to do it."""
+    a clamped gate) of the first half of each row with the second half, or, of "relu2", that of [T, size] that has no
+    second half; None where plain torch has to do it."""
     if _has_triton_rows(device, dtype):
         from nbengine.kernels.triton.row_functions import ACTIVATIONS, TritonGate
 

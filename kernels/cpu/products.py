@@ -21,7 +21,7 @@ from nbengine.kernels.cpu.integers import LANES, QuadProduct
 from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
 from nbengine.kernels.cpu.product_tiles import ProductTile
 from nbengine.kernels.cpu.records import RECORD_BYTES, round_span
-from nbengine.kernels.cpu.vectors import Activation, gate_of
+from nbengine.kernels.cpu.vectors import UNGATED, Activation, gate_of
 from nbengine.kernels.quantized import SPAN, Format
 
 _HALVES = 2
@@ -126,7 +126,7 @@ class GatedArguments(ctypes.Structure):
 
     `items` are of `item_size` pairs of tiles, `pairs` in all, of the gate at `gate` and of the other projection at
     `up`; `output` gets the records of activation(gate) * up. Functions that are compiled for it add the biases first,
-    float32.
+    float32. Without another projection `pairs` are of the one that there is.
     """
 
     _fields_ = [
@@ -154,7 +154,8 @@ class GatedArguments(ctypes.Structure):
 @cache
 def compile_gated(form: Format, activation: Activation = "silu", *, has_bias: bool = False) -> Function:
     """Compile the function of `GatedArguments` that makes records of activation(gate(x)) * up(x) from the records of
-    x: what two products, a gate and a rounding make, without the numbers between them.
+    x: what two products, a gate and a rounding make, without the numbers between them. Of an activation of `UNGATED`
+    they are those of activation(gate(x)).
 
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
@@ -173,7 +174,7 @@ def _define_gated(
 def _gated(
     form: Format, kind: QuadProduct, activation: Activation, has_bias: bool, code: Code, args: Int
 ) -> None:
-    gate_with = gate_of(activation)
+    gate_with, is_gated = gate_of(activation), activation not in UNGATED
     frame = _Frame(code, args, GatedArguments)
 
     def with_bias(sums: list[Vector], name: str, tile: Int) -> list[Vector]:
@@ -192,8 +193,13 @@ def _gated(
                 for half in range(_HALVES):
                     tile = pair * _HALVES + half
                     at = tile * tile_bytes
-                    gates = with_bias(group.sums(gate + at, then=up + at), "gate_bias", tile)
-                    others = with_bias(group.sums(up + at, then=gate + at + tile_bytes), "up_bias", tile)
+                    if is_gated:
+                        gates = with_bias(group.sums(gate + at, then=up + at), "gate_bias", tile)
+                        sums = group.sums(up + at, then=gate + at + tile_bytes)
+                        others = with_bias(sums, "up_bias", tile)
+                    else:
+                        sums = group.sums(gate + at, then=gate + at + tile_bytes)
+                        gates = others = with_bias(sums, "gate_bias", tile)
                     both = zip(gates, others, strict=True)
                     tiles.append([gate_with(code, one, other) for one, other in both])
                 for number, halves in enumerate(zip(*tiles, strict=True)):

@@ -18,7 +18,7 @@ from nbengine.kernels.cpu.row_functions import (
     compile_rows,
 )
 from nbengine.kernels.cpu.threads import select_runner
-from nbengine.kernels.cpu.vectors import Activation
+from nbengine.kernels.cpu.vectors import UNGATED, Activation
 
 
 class RowFunction:
@@ -115,10 +115,12 @@ class CpuSigmoidScale:
 
 
 class CpuGate:
-    """The gate of a feed-forward block: an activation of the first half of a row times the second half."""
+    """The gate of a feed-forward block: an activation of the first half of a row times the second half, or of a row
+    that has no other half."""
 
     def __init__(self, size: int, dtype: torch.dtype, activation: Activation) -> None:
         self._size = size
+        self._second = 0 if activation in UNGATED else size
         element = ELEMENTS[dtype]
         self._function = RowFunction(
             compile_rows(activation, size, element)
@@ -127,11 +129,11 @@ class CpuGate:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [T, size] for x [T, 2 * size]."""
+        """Return [T, size] for x [T, 2 * size], or for x [T, size] without another half."""
         x = x if x.stride(1) == 1 else x.contiguous()
         output = x.new_empty(x.shape[0], self._size)
         stride = x.stride(0) * x.element_size()
-        self._function.run(x, output, x.data_ptr() + self._size * x.element_size(), stride)
+        self._function.run(x, output, x.data_ptr() + self._second * x.element_size(), stride)
         return output
 
 

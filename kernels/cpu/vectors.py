@@ -145,6 +145,12 @@ def clamped_gated(alpha: float, limit: float, code: Code, gate: Vector, other: V
     return sigmoid(code, gate * splat(alpha)) * gate * (other + splat(1.0))
 
 
+def squared_relu(code: Code, x: Vector, _other: Vector) -> Vector:
+    """Return the square of x where it is positive, else 0; NaN stays NaN."""
+    positive = code.constant(0.0, x.lanes).at_least(x)
+    return positive * positive
+
+
 Gate = Callable[[Code, Vector, Vector], Vector]
 Activation = str | tuple[float, float]
 """A name among `GATES`, or alpha and limit of a clamped gate."""
@@ -153,9 +159,12 @@ GATES: Mapping[str, Gate] = {
     "silu": gated,
     "gelu_tanh": gelu_gated,
     "sigmoid": sigmoid_gated,
+    "relu2": squared_relu,
 }
 """The activations of gates, those of `nbengine.models.configs.decoder_config.ACTIVATIONS` by their names there: each
-makes activation(gate) * other."""
+makes activation(gate) * other, but for those of `UNGATED`."""
+UNGATED = ("relu2",)
+"""The activations that make activation(gate), and look at nothing else."""
 
 
 def gate_of(activation: Activation) -> Gate:

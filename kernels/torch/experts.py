@@ -18,15 +18,17 @@ class FeedForwards(Protocol):
     """The gated feed-forward blocks of a layer's experts, with weights of any kind."""
 
     num_experts: int
-    inner: int
-    """The inner features of each block."""
+    width: int
+    """The numbers of a row before the activation: twice the inner features of a block, or these where there is no
+    gate."""
 
     def gate_up(self, expert: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiply rows [n, hidden] with the gate and the other projection of an expert; `out` is [n, 2 *
-        inner], the gate first."""
+        """Multiply rows [n, hidden] with the gate, if there is one, and the other projection of an expert; `out` is
+        [n, width], the gate first."""
 
     def activate(self, gated: torch.Tensor) -> torch.Tensor:
-        """Return silu of the first half of each row of `gated` [n, 2 * inner] times the second half."""
+        """Return what goes into the last projection, [n, inner]: usually silu of the first half of each row of `gated`
+        [n, width] times the second half."""
 
     def down(self, expert: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply rows [n, inner] with the last projection of an expert; `out` is [n, hidden]."""
@@ -51,7 +53,7 @@ def sum_of_experts(
     spans = _spans(chosen.bincount(minlength=num_experts + 1)[:num_experts].tolist())
     num_rows = spans[-1][2] if spans else 0
     rows = x[order[:num_rows] // per_token]
-    gated = x.new_empty(num_rows, 2 * blocks.inner)
+    gated = x.new_empty(num_rows, blocks.width)
     for expert, start, stop in spans:
         blocks.gate_up(expert, rows[start:stop], gated[start:stop])
     activated = blocks.activate(gated)
@@ -99,7 +101,7 @@ class _Dense:
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, products: DenseProducts | None) -> None:
         self._gate_up, self._down, self._products = gate_up, down, products
-        self.num_experts, _, self.inner = down.shape
+        self.num_experts, self.width, _ = gate_up.shape
 
     def gate_up(self, expert: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See `FeedForwards.gate_up`."""

@@ -22,7 +22,7 @@ from nbengine.kernels.quantized import Format
 from nbengine.kernels.quantized_parts import join
 from nbengine.models.causal_model import CausalModel
 from nbengine.models.configs.moe_config import MoEConfig
-from nbengine.models.layers.moe import PROJECTIONS, SparseMoeBlock
+from nbengine.models.layers.moe import SparseMoeBlock
 from nbengine.models.layers.packed_experts import expert_format
 from nbengine.models.layers.weights import WeightSlot
 from nbengine.models.sharding import ExpertShard
@@ -86,7 +86,7 @@ class Redivision:
         from_files = {}
         kinds = ("weight", "bias") if block.moe.bias else ("weight",)
         for expert in range(block.moe.num_experts):
-            for (projection, dim), kind in product(PROJECTIONS, kinds):
+            for (projection, dim), kind in product(block.moe.projections, kinds):
                 matrix = _Matrix(block, expert, projection, dim, kind)
                 form = matrix.form(_at(self.parallel.layout, 0, self.before))
                 becomes = matrix.form(_at(self.parallel.layout, 0, self.after))

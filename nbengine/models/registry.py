@@ -61,6 +61,7 @@ DECODERS: Mapping[str, str] = {
     "Mamba2ForCausalLM": f"{_FAMILIES}.mamba:Mamba2",
     "Lfm2ForCausalLM": f"{_FAMILIES}.lfm2:Lfm2",
     "Lfm2MoeForCausalLM": f"{_FAMILIES}.lfm2:Lfm2Moe",
+    "NemotronHForCausalLM": f"{_FAMILIES}.nemotron:NemotronH",
     "SmolLM3ForCausalLM": f"{_FAMILIES}.smollm3:SmolLM3",
     "Exaone4ForCausalLM": f"{_FAMILIES}.exaone:Exaone4",
     "Ernie4_5ForCausalLM": f"{_FAMILIES}.ernie:Ernie45",

@@ -88,6 +88,8 @@ def test_gates_are_multiplied_and_rounded_once(dtype: torch.dtype, rows: int, si
     torch.testing.assert_close(
         found.double(), F.gelu(gate, approximate="tanh") * up, rtol=places, atol=absolute
     )
+    whole = CpuGate(2 * size, dtype, "relu2")(x)
+    torch.testing.assert_close(whole.double(), F.relu(x.double()).square(), rtol=places, atol=smallest)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

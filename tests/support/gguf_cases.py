@@ -14,6 +14,8 @@ from tests.support.recurrent_cases import (
     LFM2,
     LFM2_EXPERTS,
     MAMBA2,
+    NEMOTRON,
+    NEMOTRON_EXPERTS,
     QWEN,
     QWEN_EXPERTS,
 )
@@ -143,6 +145,8 @@ CASES: dict[str, GGUFCase] = {
         "Qwen3Next",
         {**QWEN, **_LINEAR_SIZES, **_EXPERTS_OF_32, "norm_topk_prob": True},
     ),
+    "nemotron-h": GGUFCase("nemotron_h", "NemotronH", {**NEMOTRON, "time_step_min": 0.001}),
+    "nemotron 3 moe": GGUFCase("nemotron_h_moe", "NemotronH", {**NEMOTRON_EXPERTS, "time_step_min": 0.001}),
     "granite 4": GGUFCase("granitehybrid", "GraniteMoeHybrid", _GRANITE),
     "granite 4 moe": GGUFCase(
         "granitehybrid", "GraniteMoeHybrid", {**_GRANITE, **GRANITE_EXPERTS, "mamba_n_groups": 1}
@@ -173,5 +177,9 @@ CASES: dict[str, GGUFCase] = {
 RECURRENT = [
     name
     for name, case in CASES.items()
-    if case.arch in ("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "lfm2", "lfm2moe", "mamba2")
+    if case.arch
+    in (
+        *("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "lfm2", "lfm2moe", "mamba2"),
+        *("nemotron_h", "nemotron_h_moe"),
+    )
 ]

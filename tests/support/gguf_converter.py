@@ -43,6 +43,7 @@ ARCHS = {
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeHybridForCausalLM": "granitehybrid",
     "BambaForCausalLM": "granitehybrid",
+    "NemotronHForCausalLM": "nemotron_h",
     "SmolLM3ForCausalLM": "smollm3",
     "Exaone4ForCausalLM": "exaone4",
     "Ernie4_5ForCausalLM": "ernie4_5",
@@ -66,11 +67,15 @@ class Converter:
 
     def __init__(self, directory: Path, kind: GGMLQuantizationType) -> None:
         self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        # The configuration of Nemotron-H does not repeat the number of its blocks.
+        self.config.setdefault("num_hidden_layers", len(self.config.get("layers_block_type", ())))
         self.tensors = load_file(directory / "model.safetensors")
         self.kind = kind
         self.arch = ARCHS[self.config["architectures"][0]]
         if self.arch == "granitehybrid" and "mamba" not in self._types():
             self.arch = "granitemoe" if self.config["num_local_experts"] else "granite"
+        if self.arch == "nemotron_h" and "moe" in self.config["layers_block_type"]:
+            self.arch = "nemotron_h_moe"
         archs = {name: member for member, name in gguf.MODEL_ARCH_NAMES.items()}
         self.table = gguf.get_tensor_name_map(archs[self.arch], self.config["num_hidden_layers"])
 
@@ -137,14 +142,15 @@ class Converter:
         yield "{arch}.attention.head_count_kv", config["num_key_value_heads"]
         if config.get("intermediate_size") is not None:
             yield "{arch}.feed_forward_length", config["intermediate_size"]
-        eps = config.get("rms_norm_eps", config.get("norm_eps"))
+        eps = config.get("rms_norm_eps", config.get("norm_eps", config.get("layer_norm_epsilon")))
         if arch == "olmo":
             yield "olmo.attention.layer_norm_epsilon", 1e-5
             if config["clip_qkv"] is not None:
                 yield "olmo.attention.clamp_kqv", config["clip_qkv"]
         else:
             yield "{arch}.attention.layer_norm_rms_epsilon", eps
-        yield "{arch}.rope.freq_base", float(self.rope["rope_theta"])
+        if not arch.startswith("nemotron"):
+            yield "{arch}.rope.freq_base", float(self.rope["rope_theta"])
         if arch not in ("granite", "granitemoe", "granitehybrid", "phi3", "chatglm") and config.get(
             "head_dim"
         ):
@@ -198,7 +204,7 @@ class Converter:
             for hf, key in (("attention_factor", "attn_factor"), ("beta_fast", "beta_fast")):
                 if rope.get(hf) is not None:
                     yield f"{{arch}}.rope.scaling.yarn_{key}", rope[hf]
-        local = config["rope_parameters"].get("sliding_attention", {}).get("rope_theta")
+        local = config.get("rope_parameters", {}).get("sliding_attention", {}).get("rope_theta")
         if local is not None:
             yield "{arch}.rope.freq_base_swa", float(local)
 
@@ -290,6 +296,8 @@ class Converter:
         experts: dict[str, dict[int, Tensor]] = {}
         for name, tensor in self.tensors.items():
             name = name.replace(".feed_forward.experts.", ".mlp.experts.")
+            if ".mixer.experts." in name:
+                name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
             if name == "lm_head.weight" and self.config["tie_word_embeddings"]:
                 continue
             before, is_expert, rest = name.partition(".mlp.experts.")
@@ -337,6 +345,9 @@ class Converter:
             return
         if ".linear_attn." in name:
             yield from self._linear(name, tensor, layer)
+            return
+        if arch.startswith("nemotron") and not name.endswith(gguf_further.OF_STATES):
+            yield self.named(gguf_further.nemotron_name(name)), tensor
             return
         if ".mamba." in name or ".mixer." in name:
             yield from self._mamba(name, tensor)

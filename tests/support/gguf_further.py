@@ -23,6 +23,16 @@ def still_pairs(config: dict[str, Any]) -> list[float]:
     return [1.0] * turned + [1e30] * (size // 2 - turned)
 
 
+OF_STATES = (".conv1d.weight", ".A_log", ".D", ".mixer.norm.weight", ".dt_bias")
+"""The endings of what a block with a state has in another form."""
+
+
+def nemotron_name(name: str) -> str:
+    """The name that a tensor of Nemotron-H has in published files, with an ending."""
+    name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
+    return name.replace("model.layers.", "backbone.layers.").replace("model.norm_f", "backbone.norm_f")
+
+
 def gemma4_name(name: str) -> str:
     """The name that a tensor has with an ending that tells weights from scales."""
     if name.endswith((".layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")):
@@ -63,6 +73,28 @@ def metadata(arch: str, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 heads = config["num_key_value_heads"], own["num_key_value_heads"]
                 yield "gemma4.attention.head_count_kv", [heads[each] for each in full]
             yield "gemma4.final_logit_softcapping", config["final_logit_softcapping"]
+        case "nemotron_h" | "nemotron_h_moe":
+            kinds, heads = config["layers_block_type"], config["mamba_num_heads"]
+            of_kind = {"full_attention": config["num_key_value_heads"]}
+            inner = config["moe_intermediate_size" if arch.endswith("moe") else "intermediate_size"]
+            wide = "moe" if arch.endswith("moe") else "mlp"
+            yield f"{arch}.attention.head_count_kv", [of_kind.get(kind, 0) for kind in kinds]
+            yield f"{arch}.feed_forward_length", [inner * (kind == wide) for kind in kinds]
+            yield f"{arch}.ssm.conv_kernel", config["conv_kernel"]
+            yield f"{arch}.ssm.state_size", config["ssm_state_size"]
+            yield f"{arch}.ssm.group_count", config["n_groups"]
+            yield f"{arch}.ssm.inner_size", heads * config["mamba_head_dim"]
+            yield f"{arch}.ssm.time_step_rank", heads
+            if arch == "nemotron_h_moe":
+                yield f"{arch}.expert_used_count", config["num_experts_per_tok"]
+                yield f"{arch}.expert_feed_forward_length", config["moe_intermediate_size"]
+                shared = config["moe_shared_expert_intermediate_size"]
+                yield f"{arch}.expert_shared_feed_forward_length", shared
+                yield f"{arch}.expert_count", config["n_routed_experts"]
+                yield f"{arch}.expert_shared_count", config["n_shared_experts"]
+                yield f"{arch}.expert_weights_norm", config["norm_topk_prob"]
+                yield f"{arch}.expert_weights_scale", config["routed_scaling_factor"]
+                yield f"{arch}.expert_group_count", config["n_group"]
         case "glm4moe":
             yield "glm4moe.block_count", config["num_hidden_layers"] + PREDICTED
             yield "glm4moe.nextn_predict_layers", PREDICTED

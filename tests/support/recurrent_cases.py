@@ -74,6 +74,28 @@ MAMBA2: dict[str, Any] = {
     "n_groups": 2,
     "pad_token_id": 0,
 }
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": [MAMBA, "mlp", MAMBA, ATTENTION, "mlp", MAMBA],
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_min": 0.3,
+}
+"""Two layers have no feed-forward block; steps below the least one matter."""
+NEMOTRON_EXPERTS: dict[str, Any] = {
+    **NEMOTRON,
+    "layers_block_type": [MAMBA, "moe", MAMBA, ATTENTION, "moe", MAMBA, "mlp"],
+    "num_hidden_layers": 7,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", QWEN),
     "qwen3.5 with biases": ("Qwen3_5", {**QWEN, "attention_bias": True, "linear_conv_kernel_dim": 3}),
@@ -120,6 +142,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Mamba2",
         {**MAMBA2, "n_groups": 1, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3},
     ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-h with biases": (
+        "NemotronH",
+        {**NEMOTRON, "mlp_bias": True, "use_bias": True, "use_conv_bias": False, "n_groups": 1},
+    ),
+    "nemotron 3 moe": ("NemotronH", NEMOTRON_EXPERTS),
     "lfm2": ("Lfm2", LFM2),
     "lfm2 with biases": ("Lfm2", {**LFM2, "conv_bias": True, "conv_L_cache": 4}),
     "lfm2 moe": ("Lfm2Moe", LFM2_EXPERTS),

@@ -13,7 +13,15 @@ from typing import Any
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import GGUFHeader
 from nbengine.models.checkpoints.gguf_gemma4 import gemma4_entries
-from nbengine.models.checkpoints.gguf_hybrids import granite, lfm2, lfm2moe, mamba2, qwen3next, qwen35
+from nbengine.models.checkpoints.gguf_hybrids import (
+    granite,
+    lfm2,
+    lfm2moe,
+    mamba2,
+    nemotron_h,
+    qwen3next,
+    qwen35,
+)
 from nbengine.models.checkpoints.gguf_latent import SIGMOID, latent_entries
 from nbengine.models.checkpoints.gguf_rope import (
     DEFAULT_THETA,
@@ -244,6 +252,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         reads=("expert_gating_func", "leading_dense_block_count"),
     ),
     "mamba2": Architecture("mamba2", "Mamba2ForCausalLM", mamba2, has_attention=False),
+    "nemotron_h": Architecture("nemotron_h", "NemotronHForCausalLM", nemotron_h),
+    "nemotron_h_moe": Architecture(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        nemotron_h,
+        may_have_experts=True,
+        reads=("expert_weights_scale", "expert_group_count"),
+    ),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True),
     "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", _exaone4),
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", _ernie),

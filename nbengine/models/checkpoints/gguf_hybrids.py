@@ -21,6 +21,8 @@ _GRANITE_SCALES = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_BLOCK_TYPES = {"ssm_in": _MAMBA, "attn_q": "attention", "ffn_up_exps": "moe", "ffn_up": "mlp"}
+"""The kinds of layers that are one block, by a tensor that each has."""
 _SHARED, _TURNS = "expert_shared_feed_forward_length", "rope.scaling.finetuned"
 _CONVERT_AGAIN = (
     "Convert the model again with llama.cpp's convert_hf_to_gguf.py, or use its safetensors files"
@@ -205,6 +207,54 @@ def mamba2(header: GGUFHeader) -> Entries:
         "use_conv_bias": header.has_tensor("ssm_conv1d.bias"),
         "use_bias": header.has_tensor("ssm_in.bias"),
     }
+
+
+def nemotron_h(header: GGUFHeader) -> Entries:
+    """Return the entries of Nemotron-H, dense or with experts, each of whose layers is one block.
+
+    Raises:
+        ModelLoadError: a layer is of no kind that is known, experts are in groups, of which the file does not say how
+            many are chosen, or they compute latents.
+    """
+    arch = header.architecture
+    heads = header.integer(f"{arch}.ssm.time_step_rank")
+    for key, usual in (("expert_group_count", 1), ("moe_latent_size", 0)):
+        stated = header.integer_or(f"{arch}.{key}", usual)
+        if stated > usual:
+            raise ModelLoadError(f"{header.path}: {arch}.{key} {stated} is not supported")
+    # The header has the numbers of experts' features in its place.
+    inner = [each.shape[0] for name, each in header.tensors.items() if name.endswith(".ffn_up.weight")]
+    entries: Entries = {
+        **({"intermediate_size": inner[0]} if inner else {}),
+        "layers_block_type": [_block_type(header, layer) for layer in range(header.num_layers)],
+        "layer_norm_epsilon": header.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": _quotient(header, "ssm.inner_size", "ssm.time_step_rank", heads),
+        "n_groups": header.integer(f"{arch}.ssm.group_count"),
+        "ssm_state_size": header.integer(f"{arch}.ssm.state_size"),
+        "conv_kernel": header.integer(f"{arch}.ssm.conv_kernel"),
+        "use_conv_bias": header.has_tensor("ssm_conv1d.bias"),
+        "use_bias": header.has_tensor("ssm_in.bias"),
+        "mlp_bias": header.has_tensor("ffn_up.bias"),
+    }
+    if not header.integer_or(f"{arch}.expert_count", 0):
+        return entries
+    return {
+        **entries,
+        "n_routed_experts": header.integer(f"{arch}.expert_count"),
+        "moe_intermediate_size": header.integer(f"{arch}.expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": header.integer(f"{arch}.{_SHARED}"),
+        "norm_topk_prob": header.metadata.get(f"{arch}.expert_weights_norm", True),
+        "routed_scaling_factor": header.metadata.get(f"{arch}.expert_weights_scale", 1.0),
+    }
+
+
+def _block_type(header: GGUFHeader, layer: int) -> str:
+    """Return the kind of a layer that is one block, which its tensors tell."""
+    for tensor, kind in _BLOCK_TYPES.items():
+        if f"blk.{layer}.{tensor}.weight" in header.tensors:
+            return kind
+    raise ModelLoadError(f"{header.path}: layer {layer} has none of the tensors {', '.join(_BLOCK_TYPES)}")
 
 
 def _kv_heads(header: GGUFHeader) -> tuple[int | float | bool, ...]:

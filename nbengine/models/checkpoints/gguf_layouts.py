@@ -131,7 +131,7 @@ def as_in_checkpoints(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, GGUF
         shape = (1, *shape)
     elif last in ("conv1d", "conv") and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
-    elif (block == "mamba" and last == "norm") or name.endswith((".A_log", ".D")):
+    elif (block in ("mamba", "mixer") and last == "norm") or name.endswith((".A_log", ".D")):
         shape = (tensor.num_elements,)
     yield name, replace(tensor, shape=shape)
 

@@ -84,6 +84,17 @@ _MLP_NAMES = (
     "experts.gate_up_proj",
     "experts.down_proj",
 )
+_BLOCK_NAMES = (
+    "norm",
+    *(f"mixer.{name}" for name in (*_STATE_SPACE_NAMES, "q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"mixer.{name}" for name in ("up_proj", "down_proj", "gate", "gate.e_score_correction")),
+    *(
+        f"mixer.{block}.{name}"
+        for block in ("experts", "shared_experts")
+        for name in ("up_proj", "down_proj")
+    ),
+)
+"""The names in layers that are one block."""
 _FUSED = "mlp.gate_up_proj"
 
 
@@ -97,7 +108,7 @@ def our_parts(header: GGUFHeader, config: DecoderConfig, *, permuted: bool) -> d
     names, family, found = _names(header, config), load_family(config.family), {}
     unknown = []
     for name, tensor in header.tensors.items():
-        if name in _READ_WITH_CONFIG or _layer_of(name) >= config.num_layers:
+        if name in _READ_WITH_CONFIG or _layer_of(name) >= config.file_layers:
             continue
         theirs = _their_name(name, names)
         if theirs is None:
@@ -147,13 +158,21 @@ def _joined(
 def _names(header: GGUFHeader, config: DecoderConfig) -> dict[str, str]:
     """Return Hugging Face's names by those of the file, both without "weight" or "bias"."""
     archs = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-    table = get_tensor_name_map(archs.get(header.architecture, MODEL_ARCH.LLAMA), config.num_layers)
+    table = get_tensor_name_map(archs.get(header.architecture, MODEL_ARCH.LLAMA), config.file_layers)
     names = {}
-    for theirs in (
-        *_GLOBAL_NAMES,
-        *(f"model.layers.{i}.{name}" for i in range(config.num_layers) for name in _in_layer(config, i)),
-    ):
-        ours = table.get_name(theirs)
+    if config.single_blocks:
+        in_layers = (
+            f"backbone.layers.{i}.{name}" for i in range(config.file_layers) for name in _BLOCK_NAMES
+        )
+    else:
+        in_layers = (
+            f"model.layers.{i}.{name}" for i in range(config.num_layers) for name in _in_layer(config, i)
+        )
+    for theirs in (*_GLOBAL_NAMES, *in_layers):
+        # Of experts in one tensor the table has the usual names alone.
+        is_stack = config.single_blocks and ".mixer.experts." in theirs
+        usual = theirs.replace("backbone.", "model.").replace(".mixer.", ".mlp.") if is_stack else theirs
+        ours = table.get_name(usual)
         if ours is not None:
             names[ours] = theirs
     return {ours: _fused(ours, theirs, header) for ours, theirs in names.items()}

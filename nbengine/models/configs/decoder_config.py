@@ -22,8 +22,11 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 """The activation that each name in config.json means."""
+UNGATED = ("relu2",)
+"""The activations of blocks without a gate: what they make is not multiplied with another projection."""
 
 NormKind = Literal["rms", "rms_one", "layer", "layer_plain"]
 """The root mean square with a weight; with the weight plus one (Gemma); LayerNorm with weight and bias; and without
@@ -40,7 +43,7 @@ class LayerConfig:
     `rope` is the number of its rotary embedding; None: it has none. `head_dim`, `kv_heads` and `inner` are its own in
     place of the model's `head_dim`, `num_kv_heads` and `intermediate_size`, unless they are 0. A layer with a `source`
     makes no keys and values, and reads those of the layer with that number. `values_of_keys`: the projection to keys is
-    that to values, too.
+    that to values, too. Without `has_mlp` it has no feed-forward block.
     """
 
     attention: Literal["full", "window", "chunk", "recurrent"] = "full"
@@ -51,6 +54,7 @@ class LayerConfig:
     inner: int = 0
     source: int | None = None
     values_of_keys: bool = False
+    has_mlp: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,9 @@ class DecoderConfig:
     of an embedding that it has for each of `layer_input_tokens` tokens, and `layer_scales` says that each multiplies the
     residual stream in the end (Gemma 4).
 
+    Feed-forward blocks are `gated`: an activation of one projection multiplies another one. With `single_blocks` each
+    layer of a file is one block of the model's layers (Nemotron-H, whose feed-forward blocks have no gate).
+
     `family` names the class that builds the model (`nbengine.models.registry.load_family`).
     """
 
@@ -195,6 +202,8 @@ class DecoderConfig:
     layer_inputs: int = 0
     layer_input_tokens: int = 0
     layer_scales: bool = False
+    gated: bool = True
+    single_blocks: bool = False
     family: str = "nbengine.models.family:DecoderFamily"
 
     def __post_init__(self) -> None:
@@ -207,9 +216,10 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim must be even, got {self.head_dim}")
-        if self.hidden_act not in ACTIVATIONS:
+        known = [name for name, means in ACTIVATIONS.items() if (means not in UNGATED) is self.gated]
+        if self.hidden_act not in known:
             raise ModelLoadError(
-                f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
+                f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(known)}"
             )
         if self.layers and len(self.layers) != self.num_layers:
             raise ModelLoadError(
@@ -241,6 +251,11 @@ class DecoderConfig:
             else LayerRule("shared", layer.source + 1)
             for layer in layers
         )
+
+    @property
+    def file_layers(self) -> int:
+        """Return the number of layers that a file has of the model."""
+        return self.num_layers + (sum(layer.has_mlp for layer in self.layers) if self.single_blocks else 0)
 
     @property
     def cache_parts(self) -> int:

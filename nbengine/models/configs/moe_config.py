@@ -9,6 +9,7 @@ from typing import Any, Literal
 from nbengine.errors import ModelLoadError
 from nbengine.models.configs.hf_config import positive
 
+GATED_PROJECTIONS = (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1))
 NORMS_BESIDE = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm_1",
@@ -59,7 +60,7 @@ class MoEConfig:
     all projections of experts; gates act by `hidden_act`, or as `clamped` says. With `weighs_inputs` an expert's input
     is multiplied by its weight, and its output is not (Llama 4). With `beside_dense` the experts are beside the
     decoder's dense block, both have norms of their own, and so has the router, which has a factor of each expert's
-    weight, too (Gemma 4).
+    weight, too (Gemma 4). Experts that are not `gated` have no gate beside the other projection (Nemotron-H).
     """
 
     num_experts: int
@@ -76,6 +77,12 @@ class MoEConfig:
     weighs_inputs: bool = False
     hidden_act: str = "silu"
     beside_dense: bool = False
+    gated: bool = True
+
+    @property
+    def projections(self) -> tuple[tuple[str, int], ...]:
+        """Return an expert's matrices, and the dimension along which each has the inner features."""
+        return GATED_PROJECTIONS if self.gated else GATED_PROJECTIONS[1:]
 
     @property
     def activation(self) -> str | tuple[float, float]:

@@ -359,10 +359,11 @@ class DecoderForCausalLM:
         )
 
     def _layer(self, place: Place, index: int, parallel: ParallelState) -> DecoderLayer:
-        has_mlp = self.config.intermediate_size or self.config.moe is not None
-        mlp = self.feed_forward(index, place.inside("mlp"), parallel) if has_mlp else None
         config = self.config.of_layer(index)
-        return DecoderLayer(config, config.layer(index), self.rotaries, mlp, place, parallel)
+        own = config.layer(index)
+        has_mlp = own.has_mlp and (config.intermediate_size or config.moe is not None)
+        mlp = self.feed_forward(index, place.inside("mlp"), parallel) if has_mlp else None
+        return DecoderLayer(config, own, self.rotaries, mlp, place, parallel)
 
     def _vocabulary_rows(self, name: str, place: Place, parallel: ParallelState) -> VocabParallelEmbedding:
         sizes = (self.config.vocab_size, self.config.hidden_size)

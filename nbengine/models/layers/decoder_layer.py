@@ -89,9 +89,9 @@ class DecoderLayer:
         else:
             self.mixer = DecoderAttention(config, layer, rotaries, place.inside(_ATTENTION), parallel)
         self.after_attention = norm(names.after_attention)
-        self.before_mlp = norm(names.before_mlp)
+        self.before_mlp = None if mlp is None else norm(names.before_mlp)
         self.mlp = mlp
-        self.after_mlp = norm(names.after_mlp)
+        self.after_mlp = None if mlp is None else norm(names.after_mlp)
 
     @property
     def self_attn(self) -> DecoderAttention:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nbengine.distributed.communicator import ParallelState
 from nbengine.distributed.layout import RankLayout
 from nbengine.kernels.dispatch import ExpertKernels, select_routing, select_sigmoid_scale
-from nbengine.models.configs.moe_config import MoEConfig
+from nbengine.models.configs.moe_config import GATED_PROJECTIONS, MoEConfig
 from nbengine.models.layers.basic import Linear
 from nbengine.models.layers.grouped_router import GroupedRouter
 from nbengine.models.layers.mlp import DecoderMLP
@@ -27,9 +27,6 @@ from nbengine.models.sharding import ExpertShard
 if TYPE_CHECKING:
     from nbengine.kernels.cpu.routing import CpuRouting
     from nbengine.kernels.cpu.row_calls import CpuSigmoidScale
-
-PROJECTIONS = (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1))
-"""An expert's matrices, and the dimension along which each has the inner features."""
 
 
 class DenseExperts:
@@ -66,7 +63,7 @@ class DenseExperts:
         for index, expert in enumerate(self._shard.experts):
             gate_up = self.gate_up[index]
             parts = (gate_up[:inner], gate_up[inner:], self.down[index])
-            for (projection, dim), part in zip(PROJECTIONS, parts, strict=True):
+            for (projection, dim), part in zip(GATED_PROJECTIONS, parts, strict=True):
                 shape = rows if dim == 0 else rows[::-1]
                 yield f"{prefix}.{expert}.{projection}.weight", WeightSlot(part, shape, dim, start)
 
@@ -92,7 +89,7 @@ class Experts:
         is_packed = any(
             expert_format(place, expert, projection, hidden_size, shard.inner)
             for expert in shard.experts
-            for projection, _ in PROJECTIONS
+            for projection, _ in moe.projections
         )
         if is_packed or moe.bias or moe.activation != "silu":
             self.blocks = PackedExperts(shard, moe, hidden_size, place)
@@ -125,13 +122,16 @@ class SharedExpert:
         intermediate_size: int,
         *,
         has_gate: bool,
+        activation: str,
         place: Place,
         parallel: ParallelState,
     ) -> None:
         # With the layout alone it sums nothing: its share is summed with that of the experts.
         alone = ParallelState(parallel.layout)
         own = place.inside("shared_expert")
-        self.mlp = DecoderMLP(hidden_size, intermediate_size, bias=False, place=own, parallel=alone)
+        self.mlp = DecoderMLP(
+            hidden_size, intermediate_size, bias=False, place=own, parallel=alone, activation=activation
+        )
         self.gate: Linear | None = None
         self._scoring: CpuRouting | None = None
         self._scale: CpuSigmoidScale | None = None
@@ -197,7 +197,12 @@ class SparseMoeBlock:
         if moe.shared_intermediate_size:
             size = moe.shared_intermediate_size
             self.shared = SharedExpert(
-                hidden_size, size, has_gate=moe.shared_gate, place=place, parallel=parallel
+                hidden_size,
+                size,
+                has_gate=moe.shared_gate,
+                activation=moe.hidden_act,
+                place=place,
+                parallel=parallel,
             )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -250,13 +255,13 @@ class SparseMoeBlock:
     def are_alike(self) -> bool:
         """Return whether all experts, those of other ranks too, are quantised in the same formats, gate and other
         projection in one."""
-        inner, place = self.experts.shard.inner, self.experts_place
+        moe, inner, place = self.moe, self.experts.shard.inner, self.experts_place
         forms = {
-            tuple(expert_format(place, expert, name, self.hidden_size, inner) for name, _ in PROJECTIONS)
-            for expert in range(self.moe.num_experts)
+            tuple(expert_format(place, expert, name, self.hidden_size, inner) for name, _ in moe.projections)
+            for expert in range(moe.num_experts)
         }
-        gate, up, down = next(iter(forms))
-        return len(forms) == 1 and gate is up and gate is not None and down is not None
+        *first, down = next(iter(forms))
+        return len(forms) == 1 and len(set(first)) == 1 and None not in (*first, down)
 
     def warm_up(self) -> None:
         """Compile the kernels that dense experts need; those of quantised weights are the whole model's."""

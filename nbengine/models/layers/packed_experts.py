@@ -11,7 +11,7 @@ from nbengine.kernels.row_kernels import select_gate
 from nbengine.kernels.torch.experts import dense_product, sum_of_experts, weighted_sums
 from nbengine.models.configs.moe_config import ClampedGate, MoEConfig
 from nbengine.models.layers.basic import MergedLinear, Rows
-from nbengine.models.layers.mlp import ACTIVATE
+from nbengine.models.layers.mlp import activated
 from nbengine.models.layers.weights import DenseWeight, PackedWeight, Place, Slots, Weight, WeightSlot
 from nbengine.models.sharding import ExpertShard
 
@@ -37,7 +37,7 @@ class PackedExperts:
         self.num_experts, self.inner = len(shard.experts), len(shard.inner)
         self._shard = shard
         self._down_shape = (hidden_size, full_inner)
-        self._clamped, self._activate = moe.clamped, ACTIVATE[moe.hidden_act]
+        self._clamped, self._hidden_act = moe.clamped, moe.hidden_act
         self._compiled = None
         if moe.activation == "silu" or not place.is_exact:
             self._compiled = select_gate(place.device, place.hidden_dtype, self.inner, moe.activation)
@@ -48,7 +48,8 @@ class PackedExperts:
         self._down: list[Weight] = []
         self._down_bias: list[Tensor | None] = []
         start = shard.inner.start
-        parts = [Rows(name, self.inner, full_inner, start) for name in ("gate_proj", "up_proj")]
+        parts = [Rows(name, self.inner, full_inner, start) for name, dim in moe.projections if dim == 0]
+        self.width = self.inner * len(parts)
         for expert in shard.experts:
             own = place.inside(str(expert))
             self._gate_up.append(MergedLinear(hidden_size, parts, bias=moe.bias, place=own))
@@ -79,8 +80,7 @@ class PackedExperts:
             return self._compiled(gated)
         if self._clamped is not None:
             return clamped(self._clamped, gated)
-        gate, up = gated.chunk(2, dim=-1)
-        return self._activate(gate).mul_(up)
+        return activated(self._hidden_act, gated)
 
     def down(self, expert: int, rows: Tensor, out: Tensor) -> None:
         """See `nbengine.kernels.torch.experts.FeedForwards.down`."""

@@ -30,6 +30,7 @@ from nbengine.kernels.cpu.program import words_of
 from nbengine.kernels.cpu.records import RECORD_BYTES
 from nbengine.kernels.cpu.routing import ScoreArguments, compile_scores
 from nbengine.kernels.cpu.row_functions import compile_rows
+from nbengine.kernels.cpu.vectors import Activation
 from nbengine.kernels.quantized import SPAN
 from nbengine.models.layers.moe import SparseMoeBlock
 from nbengine.models.layers.packed_experts import PackedExperts
@@ -131,7 +132,7 @@ class ExpertOperations:
         own, pairs = self._experts, blocks.pairs()
         per_token, nowhere = routing.per_token, len(own.outputs) - 1
         yield Operation(*routing.operation(own.scores, own.weights, own.chosen), 1)
-        gates, downs = self._products_of(blocks)
+        gates, downs = self._products_of(blocks, block.moe.activation)
         numbers = block.experts.numbers
         sort = SortArguments(
             items=1,
@@ -173,12 +174,14 @@ class ExpertOperations:
             yield Operation(compile_each(), each, has_tokens=False)
         yield Operation(compile_combine(block.hidden_size), self._combine(per_token), 1)
 
-    def _products_of(self, blocks: PackedExperts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _products_of(
+        self, blocks: PackedExperts, activation: Activation
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the arguments of each expert's products."""
         own, threads = self._experts, self._num_threads
         gates, downs = [], []
         for (gate_up, down), (gate_bias, down_bias) in zip(blocks.pairs(), blocks.biases(), strict=True):
-            gated = gated_arguments(gate_up, threads, own.records, own.gated_records)
+            gated = gated_arguments(gate_up, activation, threads, own.records, own.gated_records)
             product = product_arguments(down, threads, own.gated_records, own.outputs)
             if gate_bias is not None:
                 gated.gate_bias = gate_bias.data_ptr()

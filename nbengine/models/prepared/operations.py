@@ -18,6 +18,7 @@ from nbengine.kernels.cpu.layout import AttentionArguments, Span
 from nbengine.kernels.cpu.products import compile_gated
 from nbengine.kernels.cpu.recurrent_layout import RecurrentArguments
 from nbengine.kernels.cpu.row_functions import compile_rows
+from nbengine.kernels.cpu.vectors import UNGATED
 from nbengine.kernels.cpu.write_kv import TOKENS_PER_ITEM, WriteArguments
 from nbengine.models.layers.basic import MergedLinear, RMSNorm
 from nbengine.models.layers.decoder_attention import DecoderAttention
@@ -205,7 +206,8 @@ class StepOperations(InputOperations):
         else:
             self._multiply_merged(gate_up, buffers.gate_up)
             gate = compile_rows(mlp.activation, size, Element.FLOAT32)
-            self.operations.append(row_operation(gate, buffers.gate_up, buffers.gate_up[:, size:], gated))
+            other = buffers.gate_up[:, 0 if mlp.activation in UNGATED else size :]
+            self.operations.append(row_operation(gate, buffers.gate_up, other, gated))
             self._round_for([mlp.down_proj.weight], gated, buffers.gated_records)
         self._multiply(mlp.down_proj, out, gated, buffers.gated_records)
 
@@ -336,7 +338,8 @@ class StepOperations(InputOperations):
     def _add_gated(self, gate_up: MergedLinear, activation: str) -> None:
         buffers, (_, weight) = self._buffers, gate_up.runs[0]
         assert isinstance(weight, PackedWeight)
-        arguments = gated_arguments(weight, self._num_threads, buffers.records, buffers.gated_records)
+        rows = buffers.records, buffers.gated_records
+        arguments = gated_arguments(weight, activation, self._num_threads, *rows)
         arguments.records = buffers.records.data_ptr()
         arguments.output = buffers.gated_records.data_ptr()
         self.operations.append(Operation(compile_gated(weight.form, activation), arguments))

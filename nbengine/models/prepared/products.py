@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nbengine.kernels.cpu.products import GatedArguments, ProductArguments
 from nbengine.kernels.cpu.quantized import share_size
+from nbengine.kernels.cpu.vectors import UNGATED, Activation
 from nbengine.kernels.quantized import SPAN
 from nbengine.models.layers.weights import PackedWeight, Weight
 
@@ -39,11 +40,12 @@ def product_arguments(
 
 
 def gated_arguments(
-    weight: PackedWeight, num_threads: int, records: Tensor, target: Tensor
+    weight: PackedWeight, activation: Activation, num_threads: int, records: Tensor, target: Tensor
 ) -> GatedArguments:
     """Return the arguments of the gated product of `records` with gate and other projection, one weight, into the
-    records `target`; their addresses are left out."""
-    pairs, tile_bytes = weight.rows // 2 // SPAN, weight.tensor.stride(0)
+    records `target`; their addresses are left out. An activation without a gate has the other projection alone."""
+    halves = 1 if activation in UNGATED else 2
+    pairs, tile_bytes = weight.rows // halves // SPAN, weight.tensor.stride(0)
     size = share_size(pairs, num_threads)
     return GatedArguments(
         items=-(-pairs // size),
@@ -51,7 +53,7 @@ def gated_arguments(
         pairs=pairs,
         spans=weight.shape[1] // SPAN,
         gate=weight.tensor.data_ptr(),
-        up=weight.tensor.data_ptr() + weight.tensor.shape[0] // 2 * tile_bytes,
+        up=weight.tensor.data_ptr() + weight.tensor.shape[0] // 2 * tile_bytes * (halves - 1),
         tile_bytes=tile_bytes,
         record_stride=row_bytes(records),
         output_stride=row_bytes(target),

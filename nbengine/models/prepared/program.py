@@ -19,6 +19,7 @@ from nbengine.kernels.cpu.program import Operations, Program, places_of
 from nbengine.kernels.cpu.write_kv import WriteArguments
 from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
 from nbengine.models.layers.basic import RMSNorm
+from nbengine.models.layers.decoder_layer import DecoderLayer
 from nbengine.models.layers.dense_and_experts import DenseAndExperts
 from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.layer_inputs import InputLayer
@@ -331,7 +332,7 @@ def _add_all(
         operations.add_inputs(model.layer_inputs)
     rest = iter(attends)
     for layer in model.layers:
-        mixer, mlp = layer.mixer, layer.mlp
+        mixer = layer.mixer
         if isinstance(mixer, PreparedMixer):
             operations.add_recurrent(_norm(layer.before_attention), mixer)
         else:
@@ -341,18 +342,24 @@ def _add_all(
             else:
                 operations.add_attention(_norm(layer.before_attention), layer.self_attn)
         operations.end_block(_norm(layer.after_attention))
-        if isinstance(mlp, DecoderMLP):
-            operations.add_mlp(_norm(layer.before_mlp), mlp)
-        elif isinstance(mlp, DenseAndExperts):
-            operations.add_dense_and_experts(mlp)
-        else:
-            assert isinstance(mlp, SparseMoeBlock)
-            operations.add_experts(_norm(layer.before_mlp), mlp)
-        operations.end_block(_norm(layer.after_mlp))
+        if layer.mlp is not None:
+            _add_feed_forward(operations, layer)
         if isinstance(layer, InputLayer):
             operations.end_layer(layer)
     operations.add_norm(_norm(model.norm))
     return embeds
+
+
+def _add_feed_forward(operations: StepOperations, layer: DecoderLayer) -> None:
+    mlp = layer.mlp
+    if isinstance(mlp, DecoderMLP):
+        operations.add_mlp(_norm(layer.before_mlp), mlp)
+    elif isinstance(mlp, DenseAndExperts):
+        operations.add_dense_and_experts(mlp)
+    else:
+        assert isinstance(mlp, SparseMoeBlock)
+        operations.add_experts(_norm(layer.before_mlp), mlp)
+    operations.end_block(_norm(layer.after_mlp))
 
 
 def _norm(norm: object) -> RMSNorm | None:

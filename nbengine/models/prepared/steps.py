@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nbengine.models.prepared.model import PreparedModel
     from nbengine.models.prepared.program import StepProgram
 
-GATED = ("silu", "gelu_tanh")
+GATED = ("silu", "gelu_tanh", "relu2")
 """The activations of feed-forward blocks that the operations know."""
 
 USUAL_TOKENS, USUAL_ITEMS, USUAL_LOGITS = 512, 256, 8
@@ -181,6 +181,8 @@ def _is_covered(layer: DecoderLayer, hidden_size: int) -> bool:
         needs.weights.extend([mixer.out_proj.weight, *(weight for _, weight in mixer.in_proj.runs)])
     else:
         return False
+    if mlp is None:
+        return needs.are_met()
     if type(mlp) is DenseAndExperts:
         if not _is_dense_covered(mlp.mlp, needs) or not _are_covered(mlp.experts, needs):
             return False

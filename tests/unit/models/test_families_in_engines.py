@@ -89,7 +89,7 @@ def saved(name: str, directory: Path, random_model: Any) -> tuple[Any, dict[str,
     else:
         # The number of slots goes by their bytes: so that several requests run, states are not large beside blocks.
         sizes = recurrent_cases.CASES[name][1]
-        smaller = {key: 8 for key in ("mamba_d_state", "state_size") if key in sizes}
+        smaller = {key: 8 for key in ("mamba_d_state", "state_size", "ssm_state_size") if key in sizes}
         heads = {"num_key_value_heads": 4} if "num_heads" not in sizes else {}
         oracle = recurrent_cases.saved(name, directory, random_model, **smaller, **heads)
     save_tokenizer(directory)

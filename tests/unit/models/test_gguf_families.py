@@ -251,6 +251,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         more(gemma4__attention__head_count_kv=[2, 1, 2, 1, 2, 1]),
         "full layers with values and 1 key heads of their own are not supported",
     ),
+    ("nemotron-h", more(nemotron_h__expert_count=8), "mixture-of-experts models of kind 'nemotron_h'"),
+    (
+        "nemotron 3 moe",
+        more(nemotron_h_moe__expert_group_count=2),
+        "nemotron_h_moe.expert_group_count 2 is not supported",
+    ),
+    (
+        "nemotron 3 moe",
+        more(nemotron_h_moe__moe_latent_size=32),
+        "nemotron_h_moe.moe_latent_size 32 is not supported",
+    ),
     ("mamba-2", more(mamba2__ssm__time_step_rank=7), r"ssm.inner_size \(128\) must be a multiple of"),
     ("qwen3.5", more(qwen35__expert_count=8), "mixture-of-experts models of kind 'qwen35'"),
 ]

@@ -138,6 +138,22 @@ LATENTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+NEMOTRON: dict[str, Any] = {
+    **SIZES,
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", FULL, "mlp", "linear_attention"],
+    "num_hidden_layers": 6,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+}
+NEMOTRON_EXPERTS: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", FULL, "moe", "linear_attention"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 96,
+}
 BAMBA: dict[str, Any] = {**STATE_SPACE, "attn_layer_indices": [1], "num_attention_heads": 2}
 del BAMBA["layer_types"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -172,6 +188,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENTS, "first_k_dense_replace": 3, "rope_interleave": False, "num_attention_heads": 3},
     ),
     "glm4 moe": ("Glm4Moe", {**SIZES, **GLM_4_MOE, "head_dim": 64, "use_qk_norm": True}),
+    "nemotron-h": ("NemotronH", {**NEMOTRON, "mlp_bias": True}),
+    "nemotron 3 moe": ("NemotronH", {**NEMOTRON, **NEMOTRON_EXPERTS}),
     "bamba": ("Bamba", {**SIZES, **BAMBA, "head_dim": 64}),
     "olmo2": ("Olmo2", {**SIZES, "num_key_value_heads": 1, "pad_token_id": 0}),
     "olmo3": ("Olmo3", {**WINDOWS, "pad_token_id": 0}),
