@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from common import alternate, parser, report
 from torch import Tensor
 
-from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.dense import CpuDense
 from nbengine.kernels.cpu.dense_parts import Instructions
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.jit import host_processor
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))

@@ -199,7 +199,8 @@ def select_kernels(
     elif dtype not in DTYPES:
         raise InvalidArgumentError("dtype", dtype, "float32, bfloat16 or float16, or int8 on a CPU")
     if device.type == "cpu" and _installed("llvmlite"):
-        from nbengine.kernels.cpu.backend import CpuKernels, supports
+        from nbengine.kernels.cpu.backend import CpuKernels
+        from nbengine.kernels.cpu.elements import supports
 
         if dtype is torch.int8 or supports(dtype):
             return CpuKernels(dtype, hidden_dtype)
@@ -219,7 +220,7 @@ def why_not_int8(device: torch.device, hidden_dtype: torch.dtype) -> str | None:
     if device.type != "cpu":
         return "only the CPU has kernels for an int8 KV cache"
     if _installed("llvmlite"):
-        from nbengine.kernels.cpu.backend import supports
+        from nbengine.kernels.cpu.elements import supports
 
         if supports(hidden_dtype):
             return None
@@ -255,7 +256,7 @@ def select_recurrent_kernels(device: torch.device, dtype: torch.dtype) -> Recurr
     if dtype not in DTYPES:
         raise InvalidArgumentError("dtype", dtype, "float32, bfloat16 or float16")
     if device.type == "cpu" and _installed("llvmlite"):
-        from nbengine.kernels.cpu.backend import supports
+        from nbengine.kernels.cpu.elements import supports
         from nbengine.kernels.cpu.recurrent import CpuRecurrent
 
         if supports(dtype):

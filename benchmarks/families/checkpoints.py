@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from families.shapes import BITS, Shape
 from tests.support.random_models import save_tokenizer
 
-_EXPERTS = (".mlp.experts.",)
+_EXPERTS = (".experts.",)
 
 
 def make(shape: Shape, folder: Path) -> Path:
@@ -21,7 +21,7 @@ def make(shape: Shape, folder: Path) -> Path:
 
     model_class = getattr(transformers, f"{shape.kind}ForCausalLM")
     config = model_class.config_class(**shape.settings)
-    config.architectures = [model_class.__name__]
+    config.architectures, config.dtype = [model_class.__name__], "bfloat16"
     with torch.device("meta"):
         model = model_class._from_config(config)
     folder.mkdir(parents=True)
@@ -38,7 +38,7 @@ def make(shape: Shape, folder: Path) -> Path:
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     if len(shape) < 2:
-        is_factor = "norm" in name or "scalar" in name
+        is_factor = any(word in name for word in ("norm", "scalar", "scale"))
         return torch.full(shape, float(is_factor), dtype=torch.bfloat16)
     made = torch.empty(shape, dtype=torch.bfloat16)
     return made.normal_(0.0, shape[-1] ** -0.5, generator=generator)
@@ -50,14 +50,14 @@ def bytes_of_a_token(folder: Path, kind: str) -> float:
     from safetensors import safe_open
 
     config: dict[str, Any] = _config(folder)
-    chosen = config.get("num_experts_per_tok", 1)
+    chosen = config.get("num_experts_per_tok") or config.get("top_k_experts") or 1
     experts = config.get("num_experts") or config.get("n_routed_experts") or 1
     weights = 0.0
     with safe_open(folder / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
             size = torch.Size(file.get_slice(name).get_shape()).numel()
             is_embedding = "embed_tokens" in name and not (
-                config["tie_word_embeddings"] and name.endswith("embed_tokens.weight")
+                config.get("tie_word_embeddings") and name.endswith("embed_tokens.weight")
             )
             if not is_embedding:
                 weights += size * (chosen / experts if any(part in name for part in _EXPERTS) else 1)

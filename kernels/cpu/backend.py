@@ -24,7 +24,8 @@ from nbengine.kernels.cpu.attention_functions import (
     latent_group,
 )
 from nbengine.kernels.cpu.codegen import Element
-from nbengine.kernels.cpu.jit import Function, host_processor
+from nbengine.kernels.cpu.elements import ELEMENTS
+from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.layout import (
     PLAIN,
     AttentionArguments,
@@ -39,22 +40,11 @@ from nbengine.kernels.cpu.write_kv import (
 from nbengine.kernels.kv_cache import head_width
 from nbengine.kernels.latent import LatentOptions
 
-ELEMENTS = {
-    torch.float32: Element.FLOAT32,
-    torch.bfloat16: Element.BFLOAT16,
-    torch.float16: Element.FLOAT16,
-}
-"""The types in which rows are stored."""
 _CACHE_ELEMENTS = {**ELEMENTS, torch.int8: Element.INT8}
 
 _ITEMS_FOR_THREADS = 4  # fewer items of a cache write are not worth waking the other threads
 LOG2_E = math.log2(math.e)
 """The factor of scores, whose powers are those of 2."""
-
-
-def supports(dtype: torch.dtype) -> bool:
-    """Return whether there are kernels for rows of type `dtype` on this processor."""
-    return dtype in ELEMENTS and (dtype != torch.float16 or host_processor().converts_float16)
 
 
 @dataclass(frozen=True)

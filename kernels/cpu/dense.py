@@ -12,7 +12,6 @@ from llvmlite import ir
 from torch import Tensor
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels.cpu.backend import ELEMENTS, supports
 from nbengine.kernels.cpu.codegen import define
 from nbengine.kernels.cpu.dense_parts import (
     ROW_GROUP,
@@ -24,6 +23,7 @@ from nbengine.kernels.cpu.dense_parts import (
 from nbengine.kernels.cpu.dense_splits import define_splits, split_shapes
 from nbengine.kernels.cpu.dense_tiles import OUTPUTS, define_tiles, shapes_for
 from nbengine.kernels.cpu.dense_vectors import Block, multiply_vectors
+from nbengine.kernels.cpu.elements import ELEMENTS, supports
 from nbengine.kernels.cpu.flags import address_of
 from nbengine.kernels.cpu.head_products import head_operation
 from nbengine.kernels.cpu.jit import Function, compile_module, host_processor

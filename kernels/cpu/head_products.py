@@ -14,8 +14,8 @@ from functools import cache, partial
 from llvmlite import ir
 from torch import Tensor
 
-from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Element, Int, Vector, define
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
 from nbengine.kernels.cpu.layout import vectors_of
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from llvmlite import ir
 from nbengine.errors import NBEngineError
 
 _OPTIMISATION_LEVEL = 2
+_PACKAGE = __name__.rpartition(".cpu.")[0]
+_IMPORTED = re.compile(rf"^\s*(?:from|import)\s+({re.escape(_PACKAGE)}[\w.]*)".encode(), re.MULTILINE)
 _PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 P = ParamSpec("P")
 _lock = threading.Lock()
@@ -92,8 +95,8 @@ def compile_module(
     """Optimise and compile the module that `build` defines, with functions made with
     `nbengine.kernels.cpu.codegen`; return those of these names.
 
-    What `build` defines follows from the sources of this package, the processor and the other arguments, whose
-    representations tell them apart: code that is kept is found without building anything.
+    What `build` defines follows from its module and what that imports of this package, the processor and the other
+    arguments, whose representations tell them apart: code that is kept is found without building anything.
 
     Raises:
         NBEngineError: LLVM has no code generator for this processor, or refused the module.
@@ -102,7 +105,7 @@ def compile_module(
     def object_file(machine: llvm.TargetMachine) -> bytes:
         # A function inside another one may depend on more than its arguments say.
         store = _store if build.__closure__ is None else None
-        key = _key((build.__module__, build.__qualname__, args, kwargs))
+        key = _key(build.__module__, (build.__qualname__, args, kwargs))
         code = store.get(key) if store else None
         if code is None:
             module = ir.Module(build.__qualname__)
@@ -128,22 +131,40 @@ def compile_module(
     return [Function(address, _PROTOTYPE(address)) for address in addresses]
 
 
-def _key(module: object) -> str:
-    """Return the hash of all that the machine code of a module depends on."""
+def _key(source: str, module: object) -> str:
+    """Return the hash of all that the machine code of a module depends on; `source` is the name of the Python module that
+    builds it."""
     processor = host_processor()
     compiler = (llvmlite.__version__, llvm.llvm_version_info, llvm.get_process_triple(), _OPTIMISATION_LEVEL)
-    parts = (compiler, _digest_of_sources(), processor.name, processor.flags, module)
+    parts = (compiler, source, _digest_of(source), processor.name, processor.flags, module)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @cache
-def _digest_of_sources() -> str:
-    """Return the hash of this package's Python files, which is in each key."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+def _digest_of(name: str) -> str:
+    """Return the hash of a module of this package, of all that it imports of it, and of this one; of a module elsewhere,
+    that of the whole package."""
+    found = {name if name.startswith(f"{_PACKAGE}.") else _PACKAGE, __name__}
+    waiting = [*found]
+    while waiting:
+        _, imported = _source(waiting.pop())
+        waiting.extend(imported - found)
+        found |= imported
+    return hashlib.sha256(repr([(each, _source(each)[0]) for each in sorted(found)]).encode()).hexdigest()
+
+
+@cache
+def _source(name: str) -> tuple[str, frozenset[str]]:
+    """Return the hash of a module's source, and the modules of this package that it imports, also inside functions; of
+    a package all that it has."""
+    path = Path(__file__).parents[1].joinpath(*name.removeprefix(_PACKAGE).split(".")[1:])
+    if path.is_dir():
+        inside = (
+            each for each in path.iterdir() if each.suffix in ("", ".py") and each.name != "__pycache__"
+        )
+        return "", frozenset(f"{name}.{each.stem}" for each in inside)
+    text = path.with_suffix(".py").read_bytes()
+    return hashlib.sha256(text).hexdigest(), frozenset(each.decode() for each in _IMPORTED.findall(text))
 
 
 def _compile(text: str, machine: llvm.TargetMachine) -> bytes:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.delta_rule import define_delta_rule
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
 from nbengine.kernels.cpu.recurrent_layout import ConvolutionShape, MatrixShape, RecurrentArguments, Work
 from nbengine.kernels.cpu.short_convolution import define_short_convolution

@@ -15,8 +15,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Element, Int, Vector, define
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.jit import Function, compile_module
 from nbengine.kernels.cpu.threads import select_runner
 

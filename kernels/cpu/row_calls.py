@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.codegen import Element
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.row_functions import (
     DELTA_GATES,

@@ -14,8 +14,8 @@ from functools import cache, partial
 import torch
 from llvmlite import ir
 
-from nbengine.kernels.cpu.backend import supports
 from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Element, Int, Vector, define
+from nbengine.kernels.cpu.elements import supports
 from nbengine.kernels.cpu.jit import Function, compile_module
 from nbengine.kernels.cpu.layout import vectors_of
 from nbengine.kernels.cpu.vectors import (

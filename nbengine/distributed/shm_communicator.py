@@ -13,7 +13,7 @@ from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory
 from nbengine.distributed.shm_exchange import ShmExchange
 from nbengine.distributed.shm_operations import ShmOperations
 from nbengine.kernels.cpu.all_reduce import compile_all_gather, compile_all_reduce
-from nbengine.kernels.cpu.backend import ELEMENTS, supports
+from nbengine.kernels.cpu.elements import ELEMENTS, supports
 from nbengine.kernels.cpu.exchange import SLOTS
 from nbengine.kernels.cpu.flags import Patience
 

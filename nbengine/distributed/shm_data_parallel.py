@@ -11,7 +11,7 @@ from nbengine.distributed.row_counts import RowCounts, Word
 from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, create_memory
 from nbengine.distributed.shm_exchange import ShmExchange
 from nbengine.kernels.cpu.all_reduce import compile_all_gather
-from nbengine.kernels.cpu.backend import ELEMENTS, supports
+from nbengine.kernels.cpu.elements import ELEMENTS, supports
 from nbengine.kernels.cpu.exchange import SLOTS
 from nbengine.kernels.cpu.flags import Patience
 from nbengine.kernels.cpu.jit import Function

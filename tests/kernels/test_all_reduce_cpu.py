@@ -13,7 +13,7 @@ import torch
 
 from nbengine.kernels.cpu import flags as cpu_flags
 from nbengine.kernels.cpu.all_reduce import compile_all_gather, compile_all_reduce
-from nbengine.kernels.cpu.backend import ELEMENTS
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.exchange import SLOTS, ExchangeArguments
 from nbengine.kernels.cpu.flags import FLAG_BYTES, FlagArguments, Patience, compile_flags
 from tests.support.thorough import combinations

@@ -15,6 +15,7 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.kernels import reference
 from nbengine.kernels.cpu import attention_functions
 from nbengine.kernels.cpu import backend as cpu_backend
+from nbengine.kernels.cpu import elements as cpu_elements
 from nbengine.kernels.cpu import jit as cpu_jit
 from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.cpu.layout import DECODE_PART, PREFILL_PART, Work
@@ -130,7 +131,7 @@ def test_a_processor_with_narrower_vectors_gets_the_same_result(
     older = cpu_jit.Processor(name, features)
     monkeypatch.setattr(cpu_jit, "host_processor", lambda: older)
     monkeypatch.setattr(attention_functions, "host_processor", lambda: older)
-    monkeypatch.setattr(cpu_backend, "host_processor", lambda: older)
+    monkeypatch.setattr(cpu_elements, "host_processor", lambda: older)
     for function in (attention_functions.compile_attention, attention_functions.compile_write_kv):
         monkeypatch.setattr(cpu_backend, function.__name__, function.__wrapped__)
     kernels, lens = CpuKernels(cache_dtype, torch.bfloat16), MIXED[1:3] + MIXED[4:]
@@ -141,7 +142,7 @@ def test_a_processor_with_narrower_vectors_gets_the_same_result(
     kernels.write_kv(batch.key, batch.value, written, batch.all_slots)
     reference.write_kv(batch.key, batch.value, expected, batch.all_slots, keys_transposed=True)
     assert torch.equal(written, expected)
-    assert cpu_backend.supports(torch.float16) is (name == "haswell")
+    assert cpu_elements.supports(torch.float16) is (name == "haswell")
 
 
 def test_tensors_of_another_type_are_refused_before_they_are_read(make_batch, small):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nbengine.errors import InvalidArgumentError, NBEngineError
-from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.dense import CpuDense, has_split_products
 from nbengine.kernels.cpu.dense_parts import Instructions
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.jit import host_processor
 from nbengine.kernels.dense_kernels import DenseProducts, select_dense, select_split
 from nbengine.kernels.torch.dense import TiledProducts, tile_rows

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels.cpu import backend as cpu_backend
+from nbengine.kernels.cpu import elements as cpu_elements
 from nbengine.kernels.cpu import threads as cpu_threads
 from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.dispatch import select_kernels
@@ -37,7 +37,7 @@ def test_without_its_compiler_a_device_gets_plain_torch_and_a_warning(monkeypatc
 
 
 def test_a_processor_without_half_precision_gets_plain_torch_for_it(monkeypatch, caplog):
-    monkeypatch.setattr(cpu_backend, "supports", lambda dtype: dtype != torch.float16)
+    monkeypatch.setattr(cpu_elements, "supports", lambda dtype: dtype != torch.float16)
     assert isinstance(select_kernels(CPU, torch.float16), TorchKernels)
     assert "lacks an instruction" in caplog.text
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nbengine.errors import InvalidArgumentError
 from nbengine.kernels import dispatch, reference
-from nbengine.kernels.cpu import backend as cpu_backend
+from nbengine.kernels.cpu import elements as cpu_elements
 from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.dispatch import select_kernels
 from nbengine.kernels.kv_cache import LEAST_LARGEST, cache_shape, head_width
@@ -222,7 +222,7 @@ def test_other_devices_have_no_int8_cache(device):
 def test_a_cpu_without_compiled_kernels_has_no_int8_cache(monkeypatch):
     assert select_kernels(CPU, INT8, torch.bfloat16).name == "cpu"
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_backend, "supports", lambda dtype: dtype is not torch.float16)
+        patch.setattr(cpu_elements, "supports", lambda dtype: dtype is not torch.float16)
         assert dispatch.why_not_int8(CPU, torch.float32) is None
         with pytest.raises(InvalidArgumentError, match="processor lacks an instruction"):
             select_kernels(CPU, INT8, torch.float16)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.kernels.cpu.backend import ELEMENTS
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.program import Program
 from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME, RowArguments, compile_rows
 from tests.support.thorough import amount

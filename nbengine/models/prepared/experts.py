@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.codegen import MAX_LANES, Element
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.expert_steps import (
     EXPERT_WORDS,
     CombineArguments,

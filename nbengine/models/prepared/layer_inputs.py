@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nbengine.distributed.communicator import RankOperations
-from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.codegen import Element
+from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.cpu.taken_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.quantized import LANES

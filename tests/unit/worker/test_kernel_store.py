@@ -72,9 +72,32 @@ def test_what_is_kept_is_found_without_building_it_again_until_the_sources_chang
     monkeypatch.setitem(globals(), "define", lambda *rest, **named: built.append(1) or real(*rest, **named))
     assert [add(3), add(3), add(4)] == [13, 13, 14]
     assert len(built) == 2
-    monkeypatch.setattr(cpu_jit, "_digest_of_sources", lambda: "changed")
+    monkeypatch.setattr(cpu_jit, "_digest_of", lambda _name: "changed")
     assert add(3) == 13
     assert len(built) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "depends"),
+    [
+        ("cpu.products", True),
+        ("cpu.records", True),
+        ("quantized", True),
+        ("cpu.jit", True),
+        ("cpu.routing", False),
+        ("triton.experts", False),
+    ],
+)
+def test_code_depends_on_what_its_module_imports_and_on_no_more(changed, depends, monkeypatch):
+    before = {name: cpu_jit._digest_of(f"nbengine.kernels.{name}") for name in ("cpu.products", changed)}
+    elsewhere = cpu_jit._digest_of(__name__)
+    real, name = cpu_jit._source, f"nbengine.kernels.{changed}"
+    other = ("other", real(name)[1])
+    monkeypatch.setattr(cpu_jit, "_source", lambda each: other if each == name else real(each))
+    after = {name: cpu_jit._digest_of.__wrapped__(f"nbengine.kernels.{name}") for name in before}
+    assert after[changed] != before[changed]
+    assert (after["cpu.products"] != before["cpu.products"]) is depends
+    assert cpu_jit._digest_of.__wrapped__(__name__) != elsewhere
 
 
 def test_what_a_function_inside_another_one_builds_is_not_kept(compilations, directory):
