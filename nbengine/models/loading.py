@@ -19,6 +19,7 @@ from nbengine.models.causal_model import CausalModel
 from nbengine.models.checkpoints.gguf_loader import dense_types
 from nbengine.models.checkpoints.loader import load_decoder, load_encoder, make_encoder, open_weights
 from nbengine.models.checkpoints.packed_store import PackedStore
+from nbengine.models.checkpoints.safetensors_loader import usual_dtype
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.configs.encoder_config import any_encoder_config, is_encoder
 from nbengine.models.configs.hf_config import load_hf_config
@@ -50,21 +51,23 @@ def resolve_device(config: ModelConfig) -> torch.device:
 def resolve_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
     """Return the dtype of dense weights.
 
-    "auto" is the checkpoint's own type for safetensors. For GGUF files, whose blocks have none, it is the 16-bit type
+    "auto" is the checkpoint's own type for safetensors: the one that config.json states, else that of most of its numbers. For GGUF files, whose blocks have none, it is the 16-bit type
     that the device computes fast, else that of all matrices without blocks, else float32. A type for which the device
     has no fast products gives way: bfloat16 to float16 on older GPUs, and on the CPU float16 to float32 (exactly),
     unless all products take such weights as they are.
 
     Raises:
         ModelLoadError: config.json states a type that is not a floating-point type we know, or an architecture that is
-            not supported.
+            not supported; or it states none, and a file is corrupt.
     """
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     if any(path.lower().endswith(".gguf") for path in config.weights):
         fast = _fast_dtype(device)
         return fast if fast is not torch.float32 else _stored_dtype(config, hf_config, device)
-    stated = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    stated = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if stated is None:
+        stated = usual_dtype([Path(path) for path in config.weights])
     dtype = _DTYPES.get(str(stated).removeprefix("torch."))
     if dtype is None:
         raise ModelLoadError(f"config.json: dtype must be one of {', '.join(_DTYPES)}, got {stated!r}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from nbengine.models.configs.quantization_config import Fp8Blocks, Mxfp4, Quanti
 from nbengine.models.layers.weights import WeightSlot
 
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 Parts = Callable[[str, tuple[int, ...]], Iterator[tuple[str, TensorPart]]]
 """Tells what a tensor of a file holds; see `nbengine.models.family.Family.tensor_parts`."""
 
@@ -177,6 +180,21 @@ class SafetensorsWeights:
                 except (SafetensorError, OSError) as error:
                     raise ModelLoadError(f"cannot read {path}: {error}") from error
             yield read
+
+
+def usual_dtype(paths: Sequence[Path]) -> str:
+    """Return the name of the floating-point type that most numbers of some safetensors files have; float32 where none has
+    one of those that are computed with.
+
+    Raises:
+        ModelLoadError: a file is corrupt or truncated.
+    """
+    counts = Counter({"float32": 0})
+    for path in paths:
+        for _, shape, kind in _headers(path):
+            if kind in _DTYPES:
+                counts[_DTYPES[kind]] += math.prod(shape)
+    return counts.most_common(1)[0][0]
 
 
 def _headers(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import save_file
 
 from nbengine.config import ModelConfig
 from nbengine.errors import InvalidArgumentError, ModelLoadError
@@ -213,11 +214,25 @@ def test_device_auto_is_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.
         ({"torch_dtype": "bfloat16"}, torch.bfloat16),
         ({"dtype": "float32"}, torch.float32),
         ({"dtype": "torch.bfloat16", "torch_dtype": "float32"}, torch.bfloat16),
-        ({}, torch.float32),
     ],
 )
 def test_dtype_auto_is_the_checkpoints_on_the_cpu(stated: dict[str, str], expected: torch.dtype) -> None:
     assert resolve_dtype(ModelConfig(weights=("model.safetensors",)), stated, CPU) is expected
+
+
+def test_dtype_auto_is_that_of_most_numbers_where_nothing_is_stated(tmp_path: Path) -> None:
+    def dtype_of(**tensors: torch.Tensor) -> torch.dtype:
+        save_file(tensors, tmp_path / "model.safetensors")
+        return resolve_dtype(ModelConfig(weights=(str(tmp_path / "model.safetensors"),)), {}, CPU)
+
+    wide, short = torch.zeros(9), torch.zeros(5, 2, dtype=torch.bfloat16)
+    assert dtype_of(norm=wide, matrix=short, ids=torch.zeros(99, dtype=torch.int64)) is torch.bfloat16
+    assert dtype_of(norm=wide, matrix=short[:4]) is torch.float32
+    assert dtype_of(ids=torch.zeros(99, dtype=torch.int64)) is torch.float32
+    assert resolve_dtype(ModelConfig(), {}, CPU) is torch.float32
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ModelLoadError, match="is truncated, corrupt or no safetensors file"):
+        resolve_dtype(ModelConfig(weights=(str(tmp_path / "model.safetensors"),)), {}, CPU)
 
 
 @pytest.mark.parametrize(
