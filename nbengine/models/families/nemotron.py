@@ -62,13 +62,8 @@ class NemotronH(DecoderFamily):
 
     def shares_experts(self, hf: Mapping[str, Any]) -> bool:
         """See `Family.shares_experts`."""
-        stated = (
-            hf.get("layers_block_type")
-            or hf.get("layer_types")
-            or hf.get("hybrid_override_pattern")
-            or _USUAL
-        )
-        return any(_KINDS.get(str(kind)) == _EXPERTS for kind in stated)
+        stated = _stated(hf)
+        return isinstance(stated, list | str) and any(_KINDS.get(str(kind)) == _EXPERTS for kind in stated)
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`; the layers are those of the model."""
@@ -174,15 +169,19 @@ def _in_layer(
         yield f"{block}.{rest}", TensorPart(name, shape)
 
 
+def _stated(hf: Mapping[str, Any]) -> Any:
+    """Return what a configuration says of the kinds of its blocks, under the name that it has for them."""
+    names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    return next((hf[name] for name in names if hf.get(name)), _USUAL)
+
+
 def _layers(hf: Mapping[str, Any]) -> list[Blocks]:
     """Return the blocks of each layer of the model.
 
     Raises:
         ModelLoadError: a block is of no known kind, or a feed-forward block follows no other block.
     """
-    stated = (
-        hf.get("layers_block_type") or hf.get("layer_types") or hf.get("hybrid_override_pattern") or _USUAL
-    )
+    stated = _stated(hf)
     if not isinstance(stated, list | str) or not all(str(kind) in _KINDS for kind in stated):
         names = ", ".join(map(repr, (_STATE, _ATTENTION, _DENSE, _EXPERTS)))
         raise ModelLoadError(

@@ -38,6 +38,8 @@ def test_experts_have_no_gate_and_are_in_some_layers() -> None:
     assert moe.routing == GroupedRouting("sigmoid", has_correction=True, scale=2.5)
     assert [moe.has_experts(layer) for layer in range(4)] == [True, True, True, False]
     assert (has_experts(WITH_EXPERTS), has_experts(HF)) == (True, False)
+    # What is wrong is told when the whole configuration is read.
+    assert not has_experts({**WITH_EXPERTS, "layers_block_type": 7})
     without_dense = {**WITH_EXPERTS, "layers_block_type": WITH_EXPERTS["layers_block_type"][:-1]}
     assert decoder_config(without_dense).intermediate_size == 0
 
