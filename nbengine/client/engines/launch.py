@@ -145,9 +145,15 @@ def _end_of(info: ConnectionInfo) -> EngineStartError | None:
 def host_exit(info: ConnectionInfo) -> str | None:
     """Say how a host that looks gone ended, as in "was killed by …";
     None if this process did not start it."""
-    child = _children.get(info.run_dir)
-    status = None if child is None else _status_of_gone(child)
+    status = host_status(info)
     return None if status is None else describe_status(status)
+
+
+def host_status(info: ConnectionInfo) -> int | None:
+    """Return the exit status of a host that looks gone, negative for a signal; None if this process did not start
+    it."""
+    child = _children.get(info.run_dir)
+    return None if child is None else _status_of_gone(child)
 
 
 def bury_child(run_dir: str) -> None:

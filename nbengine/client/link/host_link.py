@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import zmq
 
-from nbengine.client.engines.launch import host_exit
+from nbengine.client.engines.launch import host_exit, host_status
 from nbengine.client.engines.logs import last_words_of
 from nbengine.client.link.engine_end import EngineEnd
 from nbengine.client.link.engine_verdict import Death, EngineVerdict
@@ -76,6 +76,8 @@ CORE_EXIT_GRACE = 2.0
 """Seconds that engine cores get to end by themselves when their host is gone."""
 JOIN_TIMEOUT = 30.0
 """Seconds in which the link's thread ends in any case, whatever it has to clear away."""
+LAST_WORDS_PATIENCE = 2.0
+"""Seconds in which the last message of a host that has ended is read."""
 NOT_ASKED = "the engine ended"
 NOT_SCALED = "the engine ended before it was scaled"
 NOT_READ = "the engine ended before its history was read"
@@ -441,8 +443,9 @@ class HostLink:
 
     def _look_at_processes(self, now: float) -> None:
         if self._watch.host_gone():
-            # The host's last message may have come since the last look.
-            self._receive()
+            # One that was killed has said nothing.
+            status = host_status(self.info)
+            self._hear_last_words(0.0 if status is not None and status < 0 else LAST_WORDS_PATIENCE)
             if self._verdict.notice is None:
                 how = host_exit(self.info) or "is gone"
                 self._die(Death(f"the engine's host process (pid {self.info.host_pid}) {how}"))
@@ -451,6 +454,15 @@ class HostLink:
         stalled = self._host_answers.look(now)
         if stalled is not None and self._verdict.notice is None:
             self._listener.on_stalled(stalled)
+
+    def _hear_last_words(self, patience: float) -> None:
+        """Receive what a host that is gone has sent: it is on this machine, but the thread that reads sockets may not
+        have had its turn yet."""
+        end = time.monotonic() + patience
+        self._receive()
+        while self._verdict.notice is None and not self._closed and (left := end - time.monotonic()) > 0:
+            self._host.socket.poll(int(left * 1000) + 1)
+            self._receive()
 
     def _die(self, death: Death, *, remains: bool = True) -> None:
         """End the link. `remains`: the engine is at its end, and its remains on this machine are removed."""
