@@ -220,6 +220,18 @@ def test_an_earlier_moment_has_its_figures_its_blocks_and_its_requests(open_page
     page.page.get_by_label("Go on live").click()
     page.settle()
     assert_now()
+    # The newest output is that of the moment, whether the text alone is another one now or the counts are, too.
+    content, buffers = frame(3, reset=False, steps=[timed(9, 10.5), timed(10, 11.5)])
+    content["ranks"][0]["requests"] = {"gone": [], "new": [], "status": [], "progress": [1, 90, 12]} | {
+        "texts": [[0, "the end"], [1, "a sea of sand"]]
+    }
+    page.deliver(at((content, buffers), 12.0))
+    newest = rows.locator(".nbe-preview")
+    assert newest.all_inner_texts() == ["a sea of sand", "the end"]
+    page.page.locator(".nbe-slider").fill("9")
+    page.settle()
+    assert outputs() == ["5 / 50", "40 / 50"]
+    assert newest.all_inner_texts() == ["–", "–"]
 
 
 def test_the_bar_has_each_requests_share_of_the_cache(open_page: OpenPage) -> None:

@@ -5,7 +5,14 @@ import { Ring } from "./ring.js";
 const BLOCK_CHANGES = 1 << 18;
 const REQUEST_CHANGES = 1 << 17;
 const BLOCK_COLUMNS = { time: Float64Array, block: Uint32Array, before: Uint32Array };
-const REQUEST_COLUMNS = { time: Float64Array, number: Int32Array, computed: Int32Array, output: Int32Array, isWhole: Uint8Array };
+const REQUEST_COLUMNS = {
+  time: Float64Array,
+  number: Int32Array,
+  computed: Int32Array,
+  output: Int32Array,
+  text: Array, // the newest output
+  isWhole: Uint8Array,
+};
 
 // A change has the time of the frame that has told it, so that a moment shows what the frame before it has told.
 export class Past {
@@ -43,6 +50,7 @@ export class Past {
     else {
       requests.computed[slot] = before.num_computed_tokens;
       requests.output[slot] = before.num_output_tokens;
+      requests.text[slot] = before.text;
     }
   }
 
@@ -75,8 +83,8 @@ export class Past {
         continue;
       }
       const known = result.get(number);
-      const progress = { num_computed_tokens: requests.computed[slot], num_output_tokens: requests.output[slot] };
-      if (known) result.set(number, { ...known, ...progress });
+      const { computed, output, text } = requests;
+      if (known) result.set(number, { ...known, num_computed_tokens: computed[slot], num_output_tokens: output[slot], text: text[slot] });
     }
     return result;
   }

@@ -58,9 +58,12 @@ export class Rank {
 
   takeRequests({ gone, new: added, status, progress, texts = [] }, time) {
     const { requests, past } = this;
-    const isKnown = past.requestsSince !== null;
     const whole = new Set([...gone, ...added.map((request) => request.number), ...status.map(([number]) => number)]);
-    if (isKnown) for (const number of whole) past.noteRequest(time, number, requests.get(number), true);
+    const partly = new Set([...progress.filter((_, at) => at % 3 === 0), ...texts.map(([number]) => number)]);
+    if (past.requestsSince !== null) {
+      for (const number of whole) past.noteRequest(time, number, requests.get(number), true);
+      for (const number of partly) if (!whole.has(number)) past.noteRequest(time, number, requests.get(number), false);
+    }
     for (const number of gone) requests.delete(number);
     for (const request of added) requests.set(request.number, { text: "", ...request, rank: this.info.rank });
     for (const [number, ...values] of status) {
@@ -69,9 +72,7 @@ export class Rank {
     }
     for (let at = 0; at < progress.length; at += 3) {
       const [number, computed, output] = progress.slice(at, at + 3);
-      const before = requests.get(number);
-      if (isKnown && !whole.has(number)) past.noteRequest(time, number, before, false);
-      requests.set(number, { ...before, num_computed_tokens: computed, num_output_tokens: output });
+      requests.set(number, { ...requests.get(number), num_computed_tokens: computed, num_output_tokens: output });
     }
     for (const [number, text] of texts) requests.set(number, { ...requests.get(number), text });
   }
