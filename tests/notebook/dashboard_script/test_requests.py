@@ -122,13 +122,16 @@ def test_no_row_moves_under_the_pointer(open_page: OpenPage) -> None:
     page = open_page()
     page.mount()
     first, second, third = (request(number, added_at=START + number) for number in range(3))
-    page.deliver(frame(requests=[first, second, third]))
+    page.deliver(frame(requests=[first, second, third], words=[word(1, holder=0)] * 40 + [word(0)] * 600))
+    heights = "['.nbe-header', '.nbe-map'].map((name) => document.querySelector(name).offsetHeight)"
+    header, blocks = page.page.evaluate(heights)
     button = page.page.get_by_role("button", name="Abort request cmpl-1")
     box = button.bounding_box()
     assert box is not None
     page.page.mouse.move(box["x"] + 5, box["y"] + 5)
     page.page.mouse.down()
-    # The first one ends and leaves, another one comes that waits longer, while the button is pressed.
+    # The first one ends and leaves, another one comes that waits longer, while the button is pressed; above them steps
+    # want rows, blocks a larger map, and a banner a place.
     change = {
         "gone": [0],
         "new": table_change({}, [request(7, added_at=START - 5)])["new"],
@@ -136,10 +139,13 @@ def test_no_row_moves_under_the_pointer(open_page: OpenPage) -> None:
         "progress": [7, 0, 0],
         "texts": [],
     }
-    content, buffers = frame(2, reset=False, steps=STEPS)
+    taken, note = {block: word(1, holder=1) for block in range(600)}, {"note": "its disk is full"}
+    content, buffers = frame(2, reset=False, steps=STEPS, changed=taken, engine=note)
     content["ranks"][0]["requests"] = change
     page.deliver((content, buffers))
+    page.settle()
     assert button.bounding_box() == box
+    assert page.text(".nbe-banner") == note["note"]
     page.page.mouse.up()
     assert page.sent("abort") == [{"kind": "abort", "rank": 0, "number": 1}]
     rows = page.page.locator(".nbe-table tbody tr b")
@@ -148,6 +154,18 @@ def test_no_row_moves_under_the_pointer(open_page: OpenPage) -> None:
     page.page.mouse.move(0, 0)
     page.settle()
     assert rows.all_inner_texts() == ["#7", "#1", "#2"]
+    page.settle()
+    taller_header, taller_map = page.page.evaluate(heights)
+    assert taller_header > header
+    assert taller_map > blocks
+    # What was held up comes when the pointer leaves, also while the engine tells nothing more.
+    rows.first.hover()
+    page.deliver(frame(3, reset=False, changed=dict.fromkeys(range(40, 600), word(0)), engine=note))
+    page.settle()
+    assert page.page.evaluate(heights) == [taller_header, taller_map]
+    page.page.mouse.move(0, 0)
+    page.settle()
+    assert page.page.evaluate(heights) == [taller_header, blocks]
 
 
 @pytest.mark.parametrize(

@@ -205,8 +205,9 @@ export class BlockMap {
     const { blocks } = this;
     const shown = this.isWhole ? blocks.length : inUse(blocks);
     const isNew = hasChanged || this.painted !== rank || this.layout?.numBlocks !== shown;
+    // While the pointer is on the table below, it would move away from the pointer.
+    if (!this.app.requests.isHeld) this.surface.need(Layout.wantedHeight(shown, this.surface.width));
     if (isNew || rank.areAllBlocksChanged || this.isMoved) {
-      if (isNew) this.surface.need(Layout.wantedHeight(shown, this.surface.width));
       if (isNew) this.layout = new Layout(shown, this.surface.width, this.surface.height);
       this.surface.clear();
       for (let cell = 0; cell < this.layout.numCells; cell += 1) this.paint(cell, blocks);

@@ -155,6 +155,11 @@ export class Header {
     );
   }
 
+  // Keep the height, or take that of the content again: what is told meanwhile lies over the panels below.
+  hold(isHeld) {
+    this.node.style.height = isHeld ? `${this.node.getBoundingClientRect().height}px` : "";
+  }
+
   draw() {
     const { store, view } = this.app;
     const { engine } = store;

@@ -162,7 +162,7 @@ export class Requests {
     this.live.hidden = true;
     // While the pointer is on a row, or something is pressed, no row moves: a click is for the row that it was meant for.
     this.isHeld = false;
-    this.body.addEventListener("pointerenter", () => (this.isHeld = true));
+    this.body.addEventListener("pointerenter", () => this.hold());
     this.body.addEventListener("pointerleave", () => this.release());
     const { node, body } = panel("requests", "Requests", this.live, this.now);
     body.append(this.scroller, this.empty);
@@ -193,9 +193,16 @@ export class Requests {
     this.observer.observe(row.node);
   }
 
+  // What is above the rows keeps its height, too.
+  hold() {
+    this.isHeld = true;
+    this.app.header.hold(true);
+  }
+
   release() {
     this.isHeld = false;
-    this.app.loop.invalidate(this);
+    this.app.header.hold(false);
+    this.app.loop.invalidate(...this.app.parts);
   }
 
   get isLive() {
