@@ -59,8 +59,11 @@ def place(page: DashboardPage, seconds: float, window: float = 10.0) -> float:
 def test_time_that_passes_without_steps_is_seen_and_what_is_not_known_is_marked(open_page: OpenPage) -> None:
     page = open_page()
     page.mount()
-    page.deliver(at(frame(steps=[timed(1, 0.0), timed(2, 0.1), timed(3, 4.0)], requests=[request(0)]), 5.0))
-    later = frame(2, reset=False, steps=[timed(9, 8.0)], history_lost=True)
+    words = [word(1, False, 0)] * 10 + [word(0)] * 90
+    first = frame(steps=[timed(1, 0.0), timed(2, 0.1)], requests=[request(0)], words=words, num_blocks=100)
+    page.deliver(at(first, 3.0))
+    page.deliver(at(frame(2, reset=False, steps=[timed(3, 4.0)], num_blocks=100), 5.0))
+    later = frame(3, reset=False, steps=[timed(9, 8.0)], history_lost=True, num_blocks=100)
     page.deliver(at(later, 10.0))
     middle = AXIS + 9
 
@@ -80,6 +83,17 @@ def test_time_that_passes_without_steps_is_seen_and_what_is_not_known_is_marked(
     shaded = page.pixel(TIMELINE, place(page, 6.3), AXIS + 60)
     assert below[3] == 0
     assert shaded[3] > 20
+    # So it is in the course of the cache, which has no holder there, and in a tile's, whose line has a gap.
+    course, trend = ".nbe-course canvas", ".nbe-tile .nbe-trend canvas"
+    wide, narrow = (
+        float(page.page.evaluate(f"document.querySelector('{name}').clientWidth")) for name in (course, trend)
+    )
+    assert_color(page.pixel(course, 40 + 0.4 * (wide - 42), 32), REQUESTS[0])
+    assert page.pixel(course, 40 + 0.2 * (wide - 42), 32)[3] == 0
+    assert 20 < page.pixel(course, 40 + 0.7 * (wide - 42), 32)[3] < 60
+    line = [page.pixel(trend, 1 + (seconds - 3) / 7 * (narrow - 2), 1)[3] for seconds in (4.0, 7.5)]
+    assert line[0] > 20
+    assert line[1] == 0
     # Steps of the same width, as an option, and back to the same time.
     page.page.get_by_label("Show steps, each as wide as the others").click()
     page.settle()

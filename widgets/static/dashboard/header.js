@@ -115,9 +115,10 @@ class Tile {
         isDrawn = false;
         return;
       }
-      const x = ((ring.time[ring.slot(first + index)] - begin) / Math.max(1e-9, time - begin)) * (width - 2) + 1;
+      const slot = ring.slot(first + index);
+      const x = ((ring.time[slot] - begin) / Math.max(1e-9, time - begin)) * (width - 2) + 1;
       const y = height - 1.5 - (value / most) * (height - 3);
-      if (isDrawn) context.lineTo(x, y);
+      if (isDrawn && !ring.gap[slot]) context.lineTo(x, y);
       else context.moveTo(x, y);
       isDrawn = true;
     });

@@ -123,13 +123,18 @@ export class Occupancy {
     return numBlocks * (shares.find((part) => part * numBlocks >= most) ?? 1);
   }
 
+  // A time in which nothing was seen is shaded.
   drawUses(context, y) {
-    const { view } = this.app;
+    const { view, theme } = this.app;
     const [from, to] = view.window;
-    view.current.uses.visit(view.timeAt(from), view.timeAt(to), ({ held, parts }, since, until) => {
-      const [begin, end] = [view.placeAt(since), view.placeAt(until)];
-      const left = Math.max(COURSE_LEFT, Math.floor(this.x(begin ?? from)));
-      const right = Math.ceil(this.x(end ?? from));
+    const column = (time) => Math.max(COURSE_LEFT, this.x(view.placeAt(time) ?? from));
+    view.current.uses.visit(view.timeAt(from), view.timeAt(to), (use, since, until) => {
+      const [left, right] = [Math.floor(column(since)), Math.ceil(column(until))];
+      if (!use) {
+        this.shade(context, left, right);
+        return;
+      }
+      const { held, parts } = use;
       let below = 0;
       const stack = (blocks, fill) => {
         context.fillStyle = fill;
@@ -137,8 +142,15 @@ export class Occupancy {
         below += blocks;
       };
       for (const [number, blocks] of parts) stack(blocks, this.holderColor(number));
-      if (held > below) stack(held - below, this.app.theme.muted);
+      if (held > below) stack(held - below, theme.muted);
     });
+  }
+
+  shade(context, left, right) {
+    context.fillStyle = this.app.theme.text;
+    context.globalAlpha = 0.14;
+    context.fillRect(left, COURSE_TOP, right - left, this.course.height - 2 - COURSE_TOP);
+    context.globalAlpha = 1;
   }
 
   drawHeld(context, y, numBlocks) {

@@ -28,17 +28,19 @@ export const FIGURES = [
 export class Samples {
   constructor() {
     const columns = Object.fromEntries(FIGURES.map((name) => [name, Float64Array]));
-    this.ring = new Ring({ time: Float64Array, ...columns }, SAMPLES);
+    this.ring = new Ring({ time: Float64Array, gap: Uint8Array, ...columns }, SAMPLES);
   }
 
-  // Take in the figures of a frame; what comes soon after the last ones replaces them.
-  take(time, figures) {
+  // Take in the figures of a frame; what comes soon after the last ones replaces them. `isCut`: nothing is known of the time
+  // between.
+  take(time, figures, isCut) {
     const { ring } = this;
     const newest = ring.end > ring.begin ? ring.time[ring.slot(ring.end - 1)] : -Infinity;
     const before = ring.end - 1 > ring.begin ? ring.time[ring.slot(ring.end - 2)] : -Infinity;
     if (time < newest) return;
-    const isSoon = newest - before < SAMPLE_SECONDS && ring.end > ring.begin;
+    const isSoon = !isCut && newest - before < SAMPLE_SECONDS && ring.end > ring.begin;
     const slot = ring.slot(isSoon ? ring.end - 1 : ring.push());
+    if (!isSoon) ring.gap[slot] = Number(isCut);
     ring.time[slot] = time;
     for (const name of FIGURES) ring[name][slot] = figures[name] ?? NaN;
   }
@@ -63,17 +65,19 @@ export class Samples {
 // Who held how many blocks of an engine core, a second at a time.
 export class Uses {
   constructor() {
-    this.list = []; // { time, held, cached, parts: [[number, blocks], …] }, oldest first
+    this.list = []; // { time, until, held, cached, parts: [[number, blocks], …] }, oldest first
   }
 
-  take(time, blocks) {
+  // Where nothing is known of the time since the last frame (`isCut`), nobody is known to have held blocks in it.
+  take(time, blocks, isCut) {
     const last = this.list[this.list.length - 1];
-    if (last && time - last.time < USE_SECONDS) return;
-    this.list.push({ time, ...countHolders(blocks) });
+    if (last && !isCut) last.until = time;
+    if (last && !isCut && time - last.time < USE_SECONDS) return;
+    this.list.push({ time, until: time, ...countHolders(blocks) });
     if (this.list.length > USES + USES / 10) this.list.splice(0, this.list.length - USES);
   }
 
-  // Call `visit(use, since, until)` for those between two times.
+  // Call `visit(use, since, until)` for those between two times; `use` is null where nothing was seen.
   visit(from, to, visit) {
     let low = 0;
     let high = this.list.length;
@@ -83,8 +87,10 @@ export class Uses {
       else high = middle;
     }
     for (let at = Math.max(0, low - 1); at < this.list.length && this.list[at].time < to; at += 1) {
-      const next = this.list[at + 1]?.time ?? to;
-      visit(this.list[at], this.list[at].time, Math.min(next, to));
+      const { time, until } = this.list[at];
+      const next = Math.min(this.list[at + 1]?.time ?? until, to);
+      visit(this.list[at], time, Math.min(until, to));
+      if (next > until) visit(null, until, next);
     }
   }
 }

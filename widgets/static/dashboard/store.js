@@ -53,7 +53,7 @@ export class Rank {
     if (requests) this.takeRequests(requests, time);
     this.past.requestsSince ??= time;
     if (blocks) this.takeBlocks(words(buffers[blocks.buffer]), blocks.full, time);
-    if (this.blocks.length) this.uses.take(time, this.blocks);
+    if (this.blocks.length) this.uses.take(time, this.blocks, isCut);
   }
 
   takeRequests({ gone, new: added, status, progress, texts = [] }, time) {
@@ -191,7 +191,8 @@ export class Store {
     for (const rank of this.ranks.keys()) if (!present.has(rank)) this.ranks.delete(rank);
     this.requests = this.table();
     this.takeWaves(frame.waves);
-    if (frame.engine.state !== "ended") this.samples.take(frame.time, this.figures);
+    const isCut = frame.reset || frame.ranks.some((info) => info.history_lost);
+    if (frame.engine.state !== "ended") this.samples.take(frame.time, this.figures, isCut);
     return true;
   }
 
