@@ -266,6 +266,13 @@ def test_the_bar_has_each_requests_share_of_the_cache(open_page: OpenPage) -> No
     ]
 
 
+def mark_place(page: DashboardPage) -> list[int]:
+    """Return where the mark of the map's block is, and the size of a block."""
+    script = "(node) => [node.offsetLeft, node.offsetTop, node.offsetWidth - 1]"
+    place: list[int] = page.page.locator(".nbe-cell-mark").evaluate(script)
+    return place
+
+
 def test_a_map_of_a_large_cache_shows_the_part_that_is_in_use(open_page: OpenPage) -> None:
     page = open_page()
     page.mount()
@@ -274,7 +281,28 @@ def test_a_map_of_a_large_cache_shows_the_part_that_is_in_use(open_page: OpenPag
     page.deliver(frame(words=words.tolist()))
     assert "blocks 0 to 63 of 60,000" in page.text(".nbe-blocks .nbe-legend")
     assert_color(page.pixel(BLOCKS, *cell(page, 39)), REQUESTS[0])
-    assert hover(page, BLOCKS, *cell(page, 50)).startswith("block 50: free")
+    x, y = (side + 2 for side in cell(page, 50))
+    assert hover(page, BLOCKS, x, y).startswith("block 50: free")
+    # A part that is larger has other cells: the pointer is on another block, and the keyboard's block at another place.
+    top_of_map = f"document.querySelector('{BLOCKS}').getBoundingClientRect().top"
+    y += page.page.evaluate(top_of_map)
+    page.deliver(frame(2, reset=False, changed={5000: word(1, False, 0)}))
+    page.settle()
+    width = page.page.evaluate(f"document.querySelector('{BLOCKS}').clientWidth")
+    y -= page.page.evaluate(top_of_map)
+    left, top, size = mark_place(page)
+    assert size < 26
+    assert (left, top) == (x // size * size - 1, y // size * size - 1)
+    assert page.text(TIP).startswith(f"block {int(y // size * (width // size) + x // size):,}: ")
+    page.page.mouse.move(0, 0)
+    page.page.focus(BLOCKS)
+    page.page.keyboard.press("Home")
+    page.page.keyboard.press("ArrowRight")
+    assert mark_place(page) == [size - 1, -1, size]
+    page.deliver(frame(3, reset=False, changed={5000: word(0)}))
+    page.settle()
+    assert page.text(TIP).startswith("block 1: ")
+    assert mark_place(page) == [25, -1, 26]
     page.page.get_by_role("button", name="Show every block").click()
     page.settle()
     assert "of 60,000" not in page.text(".nbe-blocks .nbe-legend")

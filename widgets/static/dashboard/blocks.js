@@ -17,7 +17,8 @@ export class BlockMap {
     this.layout = null;
     this.painted = null; // the rank that is painted
     this.at = null; // the block under the pointer or the keyboard's cursor
-    this.place = [0, 0];
+    this.place = [0, 0]; // where it is told of, in the window
+    this.pointer = null; // the pointer's place in the window; null while it is elsewhere or the keyboard has moved the cursor
     this.isWhole = false; // every block is shown, not only the part of the cache that is in use
     this.blocks = new Uint32Array(0); // those that are shown: of now, or of an earlier moment
     this.shownTime = null; // that moment
@@ -63,13 +64,40 @@ export class BlockMap {
   listen() {
     const { canvas } = this.surface;
     canvas.addEventListener("pointermove", (event) => {
-      const cell = this.layout?.cellAt(...this.surface.place(event)) ?? null;
-      this.goTo(cell === null ? null : this.firstHeld(cell), [event.clientX, event.clientY]);
+      this.pointer = [event.clientX, event.clientY];
+      this.point();
     });
-    canvas.addEventListener("pointerleave", () => this.goTo(null));
-    this.app.page.attach(() => () => this.goTo(null));
-    canvas.addEventListener("blur", () => this.goTo(null));
+    canvas.addEventListener("pointerleave", () => this.leave());
+    this.app.page.attach(() => () => this.leave());
+    canvas.addEventListener("blur", () => this.leave());
     canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  leave() {
+    this.pointer = null;
+    this.goTo(null);
+  }
+
+  // Go to the block under the pointer.
+  point() {
+    const [clientX, clientY] = this.pointer;
+    const cell = this.layout?.cellAt(...this.surface.place({ clientX, clientY })) ?? null;
+    this.goTo(cell === null ? null : this.firstHeld(cell), this.pointer);
+  }
+
+  // Go to a block by the keyboard.
+  step(block) {
+    this.pointer = null;
+    const { layout } = this;
+    const [x, y] = layout.corner(Math.floor(block / layout.perCell));
+    this.goTo(block, this.surface.inWindow(x + layout.size / 2, y + layout.size / 2));
+  }
+
+  // The cells have moved: the pointer is on another block, and the keyboard's is at another place, or is not shown.
+  follow() {
+    if (this.pointer) this.point();
+    else if (this.at !== null && this.at < this.layout.numBlocks) this.step(this.at);
+    else this.goTo(null);
   }
 
   // Find the block that represents a cell: the first one in use.
@@ -95,11 +123,10 @@ export class BlockMap {
       Home: -Infinity,
       End: Infinity,
     };
-    if (event.key === "Escape") this.goTo(null);
+    if (event.key === "Escape") this.leave();
     else if (Object.hasOwn(steps, event.key)) {
       const next = cell < 0 ? 0 : clamp(cell + steps[event.key], 0, layout.numCells - 1);
-      const [x, y] = layout.corner(next);
-      this.goTo(this.firstHeld(next), this.surface.inWindow(x + layout.size / 2, y + layout.size / 2));
+      this.step(this.firstHeld(next));
       this.app.announcer.say(this.lines().join(", "));
     } else return;
     event.preventDefault();
@@ -221,9 +248,9 @@ export class BlockMap {
       rank.changedBlocks = [];
     }
     this.painted = rank;
-    if (this.at !== null && this.at >= shown) this.goTo(null);
-    this.tell();
     this.drawCounts(blocks, shown);
+    if (isNew) this.follow();
+    else this.tell();
   }
 
   // Take the blocks of the moment that is shown, or those of now, which is said, where the moment is not known.
