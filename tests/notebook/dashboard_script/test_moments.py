@@ -368,6 +368,21 @@ def test_waves_reach_to_the_newest_report(open_page: OpenPage) -> None:
         rank.update(blocks=None, requests=None)
     page.deliver((content, []))
     assert "nothing is known" in hover(page, waves, width - 4, AXIS + 8)
+    # What the keyboard's cursor is on is told where its time is, as long as that is in sight.
+    page.page.mouse.move(0, 0)
+    page.page.focus(waves)
+    page.page.keyboard.press("ArrowLeft")
+    tip = page.page.locator(TIP)
+    told, before = tip.inner_text(), tip.bounding_box()
+    content.update(seq=content["seq"] + 1, time=START + 20)
+    page.deliver((content, []))
+    after = tip.bounding_box()
+    assert before is not None
+    assert after is not None
+    assert (tip.inner_text(), after["x"] < before["x"] - 100) == (told, True)
+    content.update(seq=content["seq"] + 1, time=START + 60)
+    page.deliver((content, []))
+    assert tip.count() == 0
 
 
 def history_answer(ranks: int = 1, error: str | None = None) -> Frame:

@@ -303,9 +303,13 @@ def test_what_is_paused_stays_at_its_time_when_its_rank_leaves(open_page: OpenPa
         rank["steps"] = [[number, START + number * seconds, *step(number)[2:]] for number in range(1, 401)]
     page.deliver((content, buffers))
     page.page.select_option(".nbe-select", "1")
+    live = page.page.locator(".nbe-waves .nbe-live")
+    expect(live).to_be_hidden()
     page.page.locator(".nbe-slider").fill("100")
     place = page.page.locator(".nbe-place")
     expect(place).to_contain_text("step 100 ·")
+    # The figures of the engine cores are not kept, which is said.
+    expect(live).to_be_visible()
     clock = place.inner_text().split(" · ")[1]
     alone, _ = FakeEngine(num_blocks=1).frame(reset=True)
     page.deliver((alone | {"seq": content["seq"] + 1, "reset": False}, [b"\0" * 4]))

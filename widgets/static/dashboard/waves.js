@@ -55,7 +55,9 @@ export class Waves {
       () => app.loop.invalidate(this),
     );
     this.now = element("span", { class: "nbe-now" });
-    const { node, body } = panel("waves", "Engine cores", this.now);
+    this.live = element("span", { class: "nbe-live" }, "figures: live");
+    this.live.hidden = true;
+    const { node, body } = panel("waves", "Engine cores", this.live, this.now);
     this.marks = legend(...PHASES.map(([role, text]) => [role, text]), ["idle", "idle"], ["arrival", "request arrived"]);
     this.figures = element("tbody", {});
     const heads = FIGURE_NAMES.map((name) => element("th", { scope: "col" }, name));
@@ -151,16 +153,22 @@ export class Waves {
       actions[event.key]();
       const [from, to] = this.window;
       this.cursor = { row: clamp(cursor.row, 0, rows - 1), time: clamp(cursor.time, from, to) };
-      const lines = this.lines(this.cursor.row, this.cursor.time);
-      const place = this.surface.inWindow(this.x(this.cursor.time), AXIS + (this.cursor.row + 1) * RANK_HEIGHT);
-      if (lines) {
-        this.app.tooltip.show(this, ...place, lines);
-        this.app.announcer.say(lines.join(", "));
-      }
+      const lines = this.tell();
+      if (lines) this.app.announcer.say(lines.join(", "));
       this.app.loop.invalidate(this);
     }
     event.preventDefault();
     event.stopPropagation();
+  }
+
+  // Show what is at the keyboard's cursor, and return it.
+  tell() {
+    const { row, time } = this.cursor;
+    const lines = this.lines(row, time);
+    const place = this.surface.inWindow(this.x(time), AXIS + (row + 1) * RANK_HEIGHT);
+    if (lines) this.app.tooltip.show(this, ...place, lines);
+    else this.app.tooltip.hide(this);
+    return lines;
   }
 
   zoom(factor) {
@@ -183,6 +191,7 @@ export class Waves {
     this.marks.classList.toggle("nbe-without-dummy", !inLockStep);
     const wave = Math.max(0, ...[...store.ranks.values()].map((rank) => rank.info.wave));
     setText(this.now, inLockStep ? `wave ${integer(wave)}` : count(numbers.length, "rank"));
+    this.live.hidden = this.app.view.time === null;
     this.drawFigures(numbers);
     const height = `${AXIS + RANK_HEIGHT * numbers.length}px`;
     if (this.surface.stage.style.height !== height) {
@@ -194,12 +203,22 @@ export class Waves {
     if (this.surface.width < GUTTER + 20) return;
     clockTicks(context, theme, this.surface, this.window, (time) => this.x(time), GUTTER);
     numbers.forEach((number, row) => this.drawRank(context, number, AXIS + row * RANK_HEIGHT, inLockStep));
-    if (this.cursor) {
-      context.fillStyle = theme.accent;
-      context.fillRect(Math.round(this.x(this.cursor.time)), AXIS + this.cursor.row * RANK_HEIGHT, 2, RANK_HEIGHT);
-    }
+    if (this.cursor) this.drawCursor(context);
     this.drawCross();
     this.pointer.tell();
+  }
+
+  // The window moves on: the cursor stays at its time, and goes with it.
+  drawCursor(context) {
+    const { row, time } = this.cursor;
+    const [from, to] = this.window;
+    if (time < from || time > to) {
+      this.forget();
+      return;
+    }
+    context.fillStyle = this.app.theme.accent;
+    context.fillRect(Math.round(this.x(time)), AXIS + row * RANK_HEIGHT, 2, RANK_HEIGHT);
+    if (this.app.tooltip.owner === this) this.tell();
   }
 
   // Write each engine core's figures, and how much longer its steps take than those of the fastest.
