@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from nbengine.client.observe.process_usage import printable
 from nbengine.client.observe.trace_mirror import BlockMap, RequestView, TraceMirror
+from nbengine.metrics.trace import RequestAdded
 
 MOST_HOLDERS = 8
 MOST_CHARACTERS = 160
@@ -17,21 +18,29 @@ MOST_TOKENS = 32
 """The most tokens that are shown as numbers where there is no tokenizer."""
 
 Decode = Callable[[Sequence[int]], str | None]
+Name = Callable[[RequestAdded], str]
 
 
-def block_lines(mirror: TraceMirror | None, block: int, decode: Decode) -> list[str]:
-    """Describe a block in lines of plain text; `decode` returns None where there is no tokenizer."""
+def block_lines(mirror: TraceMirror | None, block: int, decode: Decode, name: Name) -> list[str]:
+    """Describe a block in lines of plain text.
+
+    Args:
+        mirror: the state of the block's engine core.
+        block: its number.
+        decode: the text of tokens, None where there is no tokenizer.
+        name: the name of a request, in plain text.
+    """
     blocks = None if mirror is None else mirror.blocks
     if mirror is None or blocks is None or not 0 <= block < blocks.num_blocks:
         return [f"there is no block {block}"]
     holders = mirror.holders(block)
     lines = [f"block {block}: {_condition(int(blocks.ref_counts[block]), bool(blocks.cached[block]))}"]
     for number in holders[:MOST_HOLDERS]:
-        lines.append(_place(mirror.requests[number], block, blocks))
+        lines.append(_place(mirror.requests[number], block, blocks, name))
     if len(holders) > MOST_HOLDERS:
         lines.append(f"and {len(holders) - MOST_HOLDERS} more requests")
     if not holders:
-        lines += _last_holder(mirror, block)
+        lines += _last_holder(mirror, block, name)
     view = mirror.requests[holders[0]] if holders else None
     return [*lines, *_contents(mirror, view, block, decode)]
 
@@ -53,13 +62,13 @@ def _condition(references: int, is_cached: bool) -> str:
     return f"{state}, cached" if is_cached else state
 
 
-def _place(view: RequestView, block: int, blocks: BlockMap) -> str:
+def _place(view: RequestView, block: int, blocks: BlockMap, name: Name) -> str:
     place, block_size = view.block_ids.index(block), blocks.block_size
     first = place // blocks.num_tables * block_size
     known = view.added.num_prompt_tokens + view.num_output_tokens
     last = max(first, min(first + block_size, known) - 1)
     tokens = f"tokens {first} to {last} of {known}" if known > first else "for tokens to come"
-    return f"request {printable(view.added.request_id)}, its {_numbered(place, blocks)}: {tokens}"
+    return f"request {name(view.added)}, its {_numbered(place, blocks)}: {tokens}"
 
 
 def _numbered(place: int, blocks: BlockMap) -> str:
@@ -68,13 +77,15 @@ def _numbered(place: int, blocks: BlockMap) -> str:
     return f"block {column}" if blocks.num_tables == 1 else f"block {column} of layer group {group}"
 
 
-def _last_holder(mirror: TraceMirror, block: int) -> list[str]:
+def _last_holder(mirror: TraceMirror, block: int, name: Name) -> list[str]:
     number = int(mirror.blocks.holder[block])
     if number < 0:
         return ["nobody has held it"]
     view = mirror.finished.get(number) or mirror.requests.get(number)
-    name = f"request {number}" if view is None else f"request {printable(view.added.request_id)}"
-    return [f"last held by {name}, as its {_numbered(int(mirror.blocks.position[block]), mirror.blocks)}"]
+    who = f"#{number}" if view is None else name(view.added)
+    return [
+        f"last held by request {who}, as its {_numbered(int(mirror.blocks.position[block]), mirror.blocks)}"
+    ]
 
 
 def _contents(mirror: TraceMirror, view: RequestView | None, block: int, decode: Decode) -> list[str]:

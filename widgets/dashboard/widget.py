@@ -24,6 +24,7 @@ from nbengine.widgets.dashboard.frames import FrameBuilder
 from nbengine.widgets.dashboard.labels import last_words, tail
 from nbengine.widgets.dashboard.open_dashboards import BYTES_PER_SECOND, LINE, OPEN, num_watched
 from nbengine.widgets.dashboard.past import LASTS, answer, refusal
+from nbengine.widgets.dashboard.request_frames import cut
 from nbengine.widgets.dashboard.still import Still
 from nbengine.widgets.dashboard.throttle import Throttle
 from nbengine.widgets.following.dashboard_state import DashboardState
@@ -360,7 +361,7 @@ class Dashboard(anywidget.AnyWidget):
     def _answer_block(self, state: DashboardState, rank: object, block: object) -> None:
         if not isinstance(rank, int) or not isinstance(block, int):
             return
-        lines = block_lines(state.mirrors.get(rank), block, self._decode)
+        lines = block_lines(state.mirrors.get(rank), block, self._decode, self._name)
         self.send({"kind": "block", "rank": rank, "block": block, "lines": lines})
 
     # Texts.
@@ -377,6 +378,10 @@ class Dashboard(anywidget.AnyWidget):
         if len(token_ids) < request.num_prompt_tokens:
             return f"{text} …"
         return last_words(text.replace("⏎", "\n")) or text
+
+    def _name(self, request: RequestAdded) -> str:
+        """Return the name that the script has for a request, too."""
+        return f"#{request.number} {cut(self._preview(request) or printable(request.request_id))}"
 
     def _newest_words(self, request: RequestAdded) -> str:
         _, text = self._spoken.get(request.request_id, ("", ""))

@@ -81,12 +81,16 @@ def test_pointer_and_keyboard_tell_of_a_block(open_page: OpenPage) -> None:
     page = open_page()
     page.mount()
     words = [word(0), word(0, True, 12), word(2, True, NUMBERS + 5), word(1, False, 77)]
-    requests = [request(5, state="finished", id="old"), request(NUMBERS + 5, id="new"), request(12)]
+    requests = [
+        request(5, state="finished", id="old"),
+        request(NUMBERS + 5, preview="Name a sea"),
+        request(12),
+    ]
     page.deliver(frame(words=words, requests=requests))
     assert hover(page, BLOCKS, *cell(page, 0)) == "block 0: free"
-    assert hover(page, BLOCKS, *cell(page, 1)) == "block 1: free, cached\nlast taken by #12 cmpl-12"
+    assert hover(page, BLOCKS, *cell(page, 1)) == "block 1: free, cached\nlast taken by #12 Once upon a time"
     assert hover(page, BLOCKS, *cell(page, 3)) == "block 3: 1 reference\nheld by #77"
-    both = f"block 2: 2 references, cached\nheld by #{NUMBERS + 5} new"
+    both = f"block 2: 2 references, cached\nheld by #{NUMBERS + 5} Name a sea"
     assert hover(page, BLOCKS, *cell(page, 2)) == both
     page.page.wait_for_function("() => models[0].sent.some((m) => m.kind === 'block' && m.block === 2)")
     lines = ["block 2: shared by 2 requests, cached", "held by new and other", "prefix: Once upon"]
@@ -95,7 +99,7 @@ def test_pointer_and_keyboard_tell_of_a_block(open_page: OpenPage) -> None:
     assert page.text(TIP).split("\n") == lines
     # The answer is old when the block is another's.
     page.deliver(frame(2, reset=False, changed={2: word(1, False, 12)}))
-    assert page.text(TIP) == "block 2: 1 reference\nheld by #12 cmpl-12"
+    assert page.text(TIP) == "block 2: 1 reference\nheld by #12 Once upon a time"
     # The kernel is asked once more, and not again for what happens to other blocks.
     asked = "models[0].sent.filter((m) => m.kind === 'block' && m.block === 2).length"
     page.page.wait_for_function(f"() => {asked} === 2")

@@ -252,14 +252,16 @@ def test_the_bar_has_each_requests_share_of_the_cache(open_page: OpenPage) -> No
     page = open_page()
     page.mount()
     words = [word(1, False, 0)] * 50 + [word(1, False, 1)] * 25 + [word(0, True, 1)] * 15 + [word(0)] * 10
-    page.deliver(frame(words=words, requests=[request(0), request(1, preview="Name a sea")], num_blocks=100))
+    # Where its words are not known, a request has its id.
+    requests = [request(0, preview=""), request(1, preview="Name a sea")]
+    page.deliver(frame(words=words, requests=requests, num_blocks=100))
     bar = ".nbe-occupancy canvas"
     width = float(page.page.evaluate(f"document.querySelector('{bar}').clientWidth"))
     assert_color(page.pixel(bar, 0.25 * width, 7), REQUESTS[0])
     assert_color(page.pixel(bar, 0.6 * width, 7), REQUESTS[1])
     told = [hover(page, bar, part * width, 7).split("\n") for part in (0.25, 0.6, 0.8, 0.95)]
     assert told == [
-        ["#0 Once upon a time", "taken by it last: 50 blocks, 50 %"],
+        ["#0 cmpl-0", "taken by it last: 50 blocks, 50 %"],
         ["#1 Name a sea", "taken by it last: 25 blocks, 25 %"],
         ["cached, free", "15 blocks, 15 %"],
         ["free", "10 blocks, 10 %"],

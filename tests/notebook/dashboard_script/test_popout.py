@@ -128,7 +128,7 @@ def test_frames_keys_and_the_pointer_work_in_the_window_while_the_notebook_is_hi
     window.wait_for_function("() => opener.models[0].sent.some((content) => content.kind === 'block')")
     window.get_by_role("button", name="The last hour").click()
     assert page.sent("history") == [{"kind": "history", "last": "1h"}]
-    window.get_by_role("button", name="Abort request cmpl-0").click()
+    window.get_by_role("button", name="Abort request #0 Once upon a time").click()
     assert page.sent("abort") == [{"kind": "abort", "rank": 0, "number": 0}]
     with window.expect_download() as downloading:
         window.get_by_label("Export as Chrome trace").click()

@@ -70,7 +70,7 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     assert page.text(".nbe-requests .nbe-now") == "2 running · 1 waiting · 0 preempted"
 
     # By keyboard; the focus stays while rows move.
-    abort = page.page.get_by_role("button", name="Abort request cmpl-3")
+    abort = page.page.get_by_role("button", name="Abort request #3 Once upon a time")
     abort.focus()
     page.page.keyboard.press("Enter")
     page.page.keyboard.press("Enter")
@@ -110,7 +110,7 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     scroller = page.page.locator(".nbe-scroller")
     expect(scroller).to_be_focused()
     assert page.posts == []
-    page.page.get_by_role("button", name="Abort request cmpl-0").focus()
+    page.page.get_by_role("button", name="Abort request #0 Once upon a time").focus()
     left = frame(4, reset=False)
     left[0]["ranks"][0]["requests"] = {"gone": [0], "new": [], "status": [], "progress": []}
     page.deliver(left)
@@ -125,7 +125,7 @@ def test_no_row_moves_under_the_pointer(open_page: OpenPage) -> None:
     page.deliver(frame(requests=[first, second, third], words=[word(1, holder=0)] * 40 + [word(0)] * 600))
     heights = "['.nbe-header', '.nbe-map'].map((name) => document.querySelector(name).offsetHeight)"
     header, blocks = page.page.evaluate(heights)
-    button = page.page.get_by_role("button", name="Abort request cmpl-1")
+    button = page.page.get_by_role("button", name="Abort request #1 Once upon a time")
     box = button.bounding_box()
     assert box is not None
     page.page.mouse.move(box["x"] + 5, box["y"] + 5)

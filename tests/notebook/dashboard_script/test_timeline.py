@@ -57,11 +57,11 @@ def test_the_timeline_shows_what_each_request_did(open_page: OpenPage) -> None:
         "64 prefill, 0 decode",
         "1 running, 2 waiting",
         "90 free blocks, 10 findable by prefix",
-        "#0 cmpl-0",
+        "#0 Once upon a time",
         "prefill: 64 tokens",
     ]
     told = hover(page, TIMELINE, column(page, 1, 9), AXIS + 18 + 9).split("\n")
-    assert told[-3:] == ["#1 cmpl-1", "prefill: 28 tokens", "32 found in the prefix cache"]
+    assert told[-3:] == ["#1 Once upon a time", "prefill: 28 tokens", "32 found in the prefix cache"]
     assert hover(page, TIMELINE, column(page, 5, 9), AXIS + 18 + 9).endswith("preempted before this step")
     assert hover(page, TIMELINE, column(page, 7, 9), AXIS + 9).endswith("ended after this step")
     told = hover(page, TIMELINE, column(page, 7, 9), AXIS + 18 + 9).split("\n")

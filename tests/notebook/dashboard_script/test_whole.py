@@ -489,7 +489,7 @@ def test_everything_can_be_reached_by_tab(open_page: OpenPage, chromium: Browser
         "Export as Chrome trace",
         "Step timeline",
         "Requests",
-        "Abort request cmpl-0",
+        "Abort request #0 Once upon a time",
         "Height of the dashboard",
     ]
     page.page.focus(TIMELINE)

@@ -41,9 +41,13 @@ def mirror_of(num_tokens: int, *, cached: Sequence[int] | None = None) -> TraceM
     return mirror
 
 
+def name(request: RequestAdded) -> str:
+    return f"#{request.number}"
+
+
 def after(mirror: TraceMirror, position: int, words: Words) -> str | None:
     block = mirror.requests[0].block_ids[position]
-    lines = [line for line in block_lines(mirror, block, words) if line.startswith("after: ")]
+    lines = [line for line in block_lines(mirror, block, words, name) if line.startswith("after: ")]
     return lines[0].removeprefix("after: ") if lines else None
 
 

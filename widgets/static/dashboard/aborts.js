@@ -1,6 +1,7 @@
 // This module ends requests: through the kernel, or through its server while the kernel is busy.
 
 import { canInterrupt, interrupt } from "../common/interrupt.js";
+import { nameOf } from "./format.js";
 
 const ANSWER_MS = 1500;
 const NO_ANSWER = "the kernel does not answer";
@@ -83,7 +84,7 @@ export class Aborts {
 
   say(request, text) {
     this.said.set(this.key(request), text);
-    this.app.announcer.say(`request ${request.id}: ${text}`);
+    this.app.announcer.say(`request ${nameOf(request)}: ${text}`);
     this.changed();
   }
 

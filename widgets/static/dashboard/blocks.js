@@ -2,7 +2,7 @@
 
 import { BlockColors, Layout, countBlocks, paintCell } from "./block_cells.js";
 import { button, element, legend, panel, setAttribute, setText } from "./dom.js";
-import { count, integer } from "./format.js";
+import { count, integer, nameOf } from "./format.js";
 import { REFERENCES, holderNumber, isCached, references } from "./words.js";
 import { Occupancy } from "./occupancy.js";
 import { Surface } from "./surface.js";
@@ -211,8 +211,7 @@ export class BlockMap {
     const number = holderNumber(word);
     if (number === null) return null;
     const request = this.app.store.holder(this.app.view.rank, number);
-    const name = request ? `#${request.number} ${request.id}` : `#${number}`;
-    return `${references(word) ? "held by" : "last taken by"} ${name}`;
+    return `${references(word) ? "held by" : "last taken by"} ${request ? nameOf(request) : `#${number}`}`;
   }
 
   // The painted map is out of date: it has other colours, or is of another rank.

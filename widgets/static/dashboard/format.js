@@ -1,4 +1,4 @@
-// This module formats numbers for people; an unknown one is a dash.
+// This module formats numbers for people, where an unknown one is a dash, and names requests for them.
 
 export const NOTHING = "–";
 
@@ -47,6 +47,11 @@ export function clock(time, digits = 3) {
   const two = (value) => String(value).padStart(2, "0");
   const start = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
   return digits ? `${start}.${String(date.getMilliseconds()).padStart(3, "0").slice(0, digits)}` : start;
+}
+
+// Return the name that a request has everywhere: its number, and the words that tell it from the others.
+export function nameOf({ number, id, preview }) {
+  return `#${number} ${preview || id}`;
 }
 
 export function count(number, one, many = `${one}s`) {

@@ -1,6 +1,6 @@
 // Who holds how much of an engine core's cache: a bar of the moment, and its course over time.
 
-import { clock, count, integer, share } from "./format.js";
+import { clock, count, integer, nameOf, share } from "./format.js";
 import { CACHED_OPACITY } from "./palette.js";
 import { Pointer } from "./pointer.js";
 import { countHolders } from "./samples.js";
@@ -62,7 +62,7 @@ export class Occupancy {
     const amount = (number) => `${count(number, "block")}, ${share(number, blocks.length)}`;
     for (const [number, blocksOf] of parts) {
       const request = number === null ? null : store.holder(view.rank, number);
-      const name = request ? `#${request.number} ${request.preview}` : number === null ? "nobody known" : `#${number}`;
+      const name = request ? nameOf(request) : number === null ? "nobody known" : `#${number}`;
       piece(blocksOf, this.holderColor(number), 1, [name, `taken by it last: ${amount(blocksOf)}`]);
     }
     const others = held - parts.reduce((sum, [, blocksOf]) => sum + blocksOf, 0);

@@ -2,7 +2,7 @@
 
 import { Aborts } from "./aborts.js";
 import { element, panel, setAttribute, setText } from "./dom.js";
-import { count, duration, integer } from "./format.js";
+import { count, duration, integer, nameOf } from "./format.js";
 import { REQUESTS } from "./palette.js";
 
 const COLUMNS = ["request", "rank", "state", "prompt", "output", "time", "newest output", ""];
@@ -128,7 +128,7 @@ class Row {
     const canAbort = request.own && !isFinished && isLive;
     if (!canAbort) table.keepFocus(this.abort);
     if (this.abort.hidden === canAbort) this.abort.hidden = !canAbort;
-    setAttribute(this.abort, "aria-label", `Abort request ${request.id}`);
+    setAttribute(this.abort, "aria-label", `Abort request ${nameOf(request)}`);
     setAttribute(this.abort, "aria-disabled", aborts.isPending(request));
     const who = request.own ? "" : isFinished ? "" : "another client's";
     setText(this.status, (isFinished ? null : aborts.status(request)) ?? who);

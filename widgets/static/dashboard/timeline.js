@@ -1,7 +1,7 @@
 // The step timeline shows what each request did in each step; it can pause, go back, zoom and export a file.
 
 import { button, element, legend, panel, setAttribute, setText } from "./dom.js";
-import { clock, count, integer } from "./format.js";
+import { clock, count, integer, nameOf } from "./format.js";
 import { FINISHED, PREEMPTED, RECOMPUTE } from "./history.js";
 import { AXIS } from "./axis.js";
 import { Pointer } from "./pointer.js";
@@ -266,7 +266,7 @@ export class Timeline {
       if (kind === PREEMPTED) did.push("preempted before this step");
       if (kind === FINISHED) did.push("ended after this step");
     });
-    return [`#${number}${request ? ` ${request.id}` : ""}`, ...(did.length ? did : ["nothing in this step"])];
+    return [request ? nameOf(request) : `#${number}`, ...(did.length ? did : ["nothing in this step"])];
   }
 
   draw() {

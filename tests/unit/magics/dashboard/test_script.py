@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineStalledError, NotSupportedError
 from nbengine.metrics.history import HistoryRow, MetricsHistory
-from nbengine.metrics.trace import RequestFinished
+from nbengine.metrics.trace import RequestAdded, RequestFinished, StepPlanned
 from nbengine.widgets.dashboard import widget as dashboard_module
 from nbengine.widgets.dashboard.chrome_trace import EngineHistory
 from nbengine.widgets.dashboard.throttle import Throttle
@@ -186,22 +186,34 @@ def test_a_block_tells_its_holders_and_their_prefix(
     shown: tuple[Dashboard, Script], publisher: Publisher
 ) -> None:
     _, script = shown
-    begin(publisher, HOSTILE)
+    begin(publisher)
     script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
     lines = script.ask(kind="block", rank=0, block=2)["lines"]
-    name = "</script><script>alert(1)</script><img src=x onerror=alert(2)>�[2J�"
     assert lines == [
         "block 2: held by a request",
-        f"request {name}, its block 1: tokens 4 to 5 of 6",
+        "request #0 Hi! Ho, its block 1: tokens 4 to 5 of 6",
         "holds: Ho",
         "after: Hi!",
     ]
     publisher.publish(RequestFinished(0, publisher.time, "stop"), num_running_reqs=0, num_free_blocks=8)
     script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 0)
     lines = script.ask(kind="block", rank=0, block=2)["lines"]
-    assert lines == ["block 2: free", f"last held by request {name}, as its block 1"]
+    assert lines == ["block 2: free", "last held by request #0 Hi! Ho, as its block 1"]
     assert script.ask(kind="block", rank=0, block=5)["lines"] == ["block 5: free", "nobody has held it"]
     assert script.ask(kind="block", rank=0, block=99)["lines"] == ["there is no block 99"]
+    # Where its words are not known, a request has its id.
+    publisher.publish(
+        RequestAdded(1, HOSTILE, 1, publisher.time, 6, 40, []),
+        StepPlanned(1, publisher.time, [1], [6], [0], [1], [(1, [3, 4])]),
+        num_running_reqs=1,
+        num_free_blocks=6,
+    )
+    script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
+    name = "</script><script>alert(1)</script><img src=x onerror=alert(2)>�[2J�"
+    assert script.ask(kind="block", rank=0, block=4)["lines"] == [
+        "block 4: held by a request",
+        f"request #1 {name}, its block 1: tokens 4 to 5 of 6",
+    ]
 
 
 def test_the_trace_is_exported(shown: tuple[Dashboard, Script], publisher: Publisher, tmp_path: Path) -> None:
