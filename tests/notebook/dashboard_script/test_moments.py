@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -414,7 +415,7 @@ def history_answer(ranks: int = 1, error: str | None = None) -> Frame:
 def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage) -> None:
     page = open_page()
     page.mount()
-    page.deliver(frame(steps=[timed(1, 0.0)]))
+    page.deliver(frame(steps=[timed(1, -300.0)]))
     assert page.page.locator(".nbe-trends").is_hidden()
     page.page.get_by_role("button", name="The last hour").click()
     page.settle()
@@ -435,6 +436,13 @@ def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage
     assert_color(page.pixel(chart, 52 + 0.9 * (width - 54), height - 6), ROLES["decode"])
     gap = page.pixel(chart, 52 + 0.6 * (width - 54), height - 6)
     assert 0 < gap[3] < 255
+    # A press leads to the steps of a time, or says that they are not kept.
+    said = page.page.locator(".nbe-trends [role=status]")
+    page.page.locator(chart).click(position={"x": 52 + 0.5 * (width - 54), "y": 60})
+    expect(said).to_have_text(re.compile(r"^The steps of \d\d:\d\d:\d\d are not kept\.$"))
+    page.page.locator(chart).click(position={"x": 52 + 0.97 * (width - 54), "y": 60})
+    expect(said).to_be_hidden()
+    assert page.text(".nbe-place").startswith("step 1 · ")
     # One crosshair for all charts.
     assert len([name for name, _ in page.page.evaluate(CROSSES) if name == "The last hour"]) == 6
     # An answer to another question is not for this view, and an engine that has ended leaves what was known.

@@ -170,6 +170,7 @@ export class Trends {
     this.app = app;
     this.range = "now";
     this.answer = null; // the newest of the chosen time
+    this.missed = ""; // said of a time whose steps are not kept
     this.stopTimer = null; // while it is going to ask again
     this.said = element("p", { class: "nbe-muted nbe-empty", role: "status" });
     this.live = element("span", { class: "nbe-now" });
@@ -190,6 +191,7 @@ export class Trends {
     if (range === this.range) return;
     this.range = range;
     this.answer = null;
+    this.missed = "";
     this.stopTimer?.();
     if (range !== "now") this.ask();
     this.app.announcer.say(range === "now" ? "now" : `the last ${range}`);
@@ -216,12 +218,13 @@ export class Trends {
     this.app.loop.invalidate(this);
   }
 
-  // Show the steps at a time, where they are known.
+  // Show the steps at a time, where they are known; where they are not, say so.
   goTo(time) {
     const { view } = this.app;
-    if (view.history?.end > view.history?.begin && time >= view.history.at("time", view.history.begin)) {
-      view.moveToStep(Math.max(view.history.begin, view.history.ordinalAt(time) - 1));
-    } else this.app.announcer.say("the steps of that time are not kept");
+    const isKept = view.history?.end > view.history?.begin && time >= view.history.at("time", view.history.begin);
+    this.missed = isKept ? "" : `The steps of ${clock(time, 0)} are not kept.`;
+    if (isKept) view.moveToStep(Math.max(view.history.begin, view.history.ordinalAt(time) - 1));
+    this.app.loop.invalidate(this);
   }
 
   drawCross() {
@@ -235,7 +238,8 @@ export class Trends {
     setAttribute(this.node, "aria-label", `The last ${this.range}`);
     const hasRows = Boolean(this.shown);
     this.grid.hidden = !hasRows;
-    setText(this.said, this.error ?? (this.answer ? "" : "asking the engine's host …"));
+    const told = [this.error, this.missed].filter(Boolean).join(" — ");
+    setText(this.said, told || this.answer ? told : "asking the engine's host …");
     this.said.hidden = !this.said.textContent;
     const rank = this.shown;
     const isOne = !rank || this.answer.ranks.length < 2;
