@@ -267,6 +267,19 @@ def test_the_bar_has_each_requests_share_of_the_cache(open_page: OpenPage) -> No
         ["cached, free", "15 blocks, 15 %"],
         ["free", "10 blocks, 10 %"],
     ]
+    # By the keyboard, too, which says it.
+    page.page.mouse.move(0, 0)
+    page.page.focus(bar)
+    said = page.page.locator(".nbe-announcer")
+    for key, part in (("ArrowRight", 0), ("ArrowRight", 1), ("End", 3), ("ArrowLeft", 2), ("Home", 0)):
+        page.page.keyboard.press(key)
+        assert page.text(TIP).split("\n") == told[part]
+    expect(said).to_have_text(", ".join(told[0]))
+    # What is at the cursor is told again when it changes.
+    page.deliver(frame(2, reset=False, changed=dict.fromkeys(range(20), word(1, False, 1)), num_blocks=100))
+    assert page.text(TIP).split("\n") == ["#0 cmpl-0", "taken by it last: 30 blocks, 30 %"]
+    page.page.keyboard.press("Escape")
+    assert page.page.locator(TIP).count() == 0
 
 
 def mark_place(page: DashboardPage) -> list[int]:
@@ -415,7 +428,7 @@ def history_answer(ranks: int = 1, error: str | None = None) -> Frame:
 def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage) -> None:
     page = open_page()
     page.mount()
-    page.deliver(frame(steps=[timed(1, -300.0)]))
+    page.deliver(frame(steps=[timed(1, -500.0)]))
     assert page.page.locator(".nbe-trends").is_hidden()
     page.page.get_by_role("button", name="The last hour").click()
     page.settle()
@@ -443,6 +456,23 @@ def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage
     page.page.locator(chart).click(position={"x": 52 + 0.97 * (width - 54), "y": 60})
     expect(said).to_be_hidden()
     assert page.text(".nbe-place").startswith("step 1 · ")
+    # By the keyboard, too, which says what is there.
+    page.page.mouse.move(0, 0)
+    page.page.focus(chart)
+    for key, text in (
+        ("ArrowLeft", "generated: 40"),
+        ("ArrowLeft", "nothing is known"),
+        ("Home", "generated: 10"),
+    ):
+        page.page.keyboard.press(key)
+        assert page.text(TIP).endswith(text)
+    expect(page.page.locator(".nbe-announcer")).to_have_text(re.compile(r"tokens/s generated: 10$"))
+    page.page.keyboard.press("Enter")
+    expect(said).to_contain_text("are not kept")
+    page.page.keyboard.press("End")
+    page.page.keyboard.press("Enter")
+    page.settle()
+    expect(said).to_be_hidden()
     # One crosshair for all charts.
     assert len([name for name, _ in page.page.evaluate(CROSSES) if name == "The last hour"]) == 6
     # An answer to another question is not for this view, and an engine that has ended leaves what was known.

@@ -469,7 +469,7 @@ def test_everything_can_be_reached_by_tab(open_page: OpenPage, chromium: Browser
     page.mount()
     page.deliver(frame(steps=STEPS, requests=[request(0)], words=[word(0)]))
     reached = []
-    for _ in range(17):
+    for _ in range(18):
         page.page.keyboard.press("Tab")
         label = page.page.evaluate("document.activeElement.getAttribute('aria-label') ?? ''")
         reached.append(label.split(".")[0])
@@ -477,8 +477,9 @@ def test_everything_can_be_reached_by_tab(open_page: OpenPage, chromium: Browser
             # Its keys are not the notebook's.
             assert page.page.evaluate("document.activeElement.dataset.lmSuppressShortcuts") == "true", label
     assert [label.split(",")[0] for label in reached[:3]] == ["Steps", "The last hour", "The last day"]
-    assert reached[3:16] == [
+    assert reached[3:17] == [
         "Pop out into a window of its own",
+        "KV cache: 0 % held, 0 % cached and free",
         "KV block map",
         "Pause",
         "Position among the last steps",

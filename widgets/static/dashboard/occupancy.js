@@ -1,11 +1,13 @@
 // Who holds how much of an engine core's cache: a bar of the moment, and its course over time.
 
+import { setAttribute } from "./dom.js";
 import { clock, count, integer, nameOf, share } from "./format.js";
 import { CACHED_OPACITY } from "./palette.js";
-import { Pointer } from "./pointer.js";
+import { KeyCursor, Pointer } from "./pointer.js";
 import { countHolders } from "./samples.js";
 import { Surface } from "./surface.js";
 
+const BAR_KEYS = "Arrow keys move from part to part.";
 const COURSE_LEFT = 40;
 const COURSE_TOP = 4;
 
@@ -13,12 +15,14 @@ export class Occupancy {
   constructor(app) {
     this.app = app;
     const resized = () => app.loop.invalidate(app.blocks);
-    this.bar = new Surface(app.page, { role: "img", "aria-label": "KV cache in use" }, resized);
+    const attributes = { tabindex: "0", role: "application", "aria-roledescription": "bar", "aria-label": `KV cache. ${BAR_KEYS}` };
+    this.bar = new Surface(app.page, attributes, resized);
     this.course = new Surface(app.page, { role: "img", "aria-label": "KV cache in use over time" }, resized);
     this.bar.stage.classList.add("nbe-occupancy");
     this.course.stage.classList.add("nbe-course");
     this.pieces = []; // [from, to, lines] in pixels, of the bar
     this.barPointer = new Pointer(app, this.bar, (x) => this.pieceAt(x));
+    this.barCursor = new KeyCursor(this.barPointer, () => this.places());
     this.pointer = new Pointer(app, this.course, (x) => this.pointed(x));
     this.nodes = [this.bar.stage, this.course.stage];
   }
@@ -70,9 +74,16 @@ export class Occupancy {
     piece(cached, theme.roles.cached, theme.hasMoreContrast ? 1 : CACHED_OPACITY * 0.6, ["cached, free", amount(cached)]);
     const free = blocks.length - held - cached;
     this.pieces.push([x, width, ["free", amount(free)]]);
-    this.bar.canvas.setAttribute("aria-label", `KV cache: ${share(held, blocks.length)} held, ${share(cached, blocks.length)} cached and free`);
+    const label = `KV cache: ${share(held, blocks.length)} held, ${share(cached, blocks.length)} cached and free. ${BAR_KEYS}`;
+    setAttribute(this.bar.canvas, "aria-label", label);
     context.globalAlpha = 1;
     this.barPointer.tell();
+    this.barCursor.tell();
+  }
+
+  // Return the middle of each piece that can be seen.
+  places() {
+    return this.pieces.filter(([from, to]) => to > from).map(([from, to]) => (from + to) / 2);
   }
 
   pieceAt(x) {

@@ -1,3 +1,7 @@
+// The pointer and the keyboard's cursor over a panel, which say what is there.
+
+import { clamp } from "./view.js";
+
 // The pointer over a panel: it moves the crosshair of all panels, and says what is there as long as it stays.
 
 export class Pointer {
@@ -39,5 +43,62 @@ export class Pointer {
   hush() {
     this.at = null;
     this.app.tooltip.hide(this);
+  }
+}
+
+// The keyboard's cursor on a panel whose parts lie side by side: arrow keys move it from part to part.
+export class KeyCursor {
+  // `places()` has the middle of each part on the canvas, from left to right, of which the panel's pointer knows what is there;
+  // `pressed(x)` is called with Enter.
+  constructor(pointer, places, pressed = null) {
+    Object.assign(this, { pointer, places, pressed });
+    this.at = null; // the part's place in the row
+    const { canvas } = pointer.surface;
+    canvas.addEventListener("keydown", (event) => this.key(event));
+    canvas.addEventListener("blur", () => this.forget());
+  }
+
+  key(event) {
+    const places = this.places();
+    if (!places.length || event.altKey || event.ctrlKey || event.metaKey) return;
+    const far = Math.ceil(places.length / 10);
+    const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -far, PageDown: far, Home: -Infinity, End: Infinity };
+    if (event.key === "Escape") this.forget();
+    else if (event.key === "Enter" && this.pressed && this.at !== null) this.pressed(places[this.at]);
+    else if (Object.hasOwn(steps, event.key)) {
+      const step = steps[event.key];
+      const from = this.at ?? (step < 0 ? places.length : -1);
+      this.at = clamp(from + step, 0, places.length - 1);
+      this.pointer.hush();
+      const lines = this.show();
+      if (lines) this.pointer.app.announcer.say(lines.join(", "));
+    } else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  // Show what is there, and return it.
+  show() {
+    const { app, surface } = this.pointer;
+    const x = this.places()[this.at];
+    const { time, lines } = x === undefined ? { time: null, lines: null } : this.pointer.pointed(x, 0);
+    app.setCross(time);
+    surface.cross(lines ? x : null);
+    if (lines) app.tooltip.show(this, ...surface.inWindow(x, surface.height), lines);
+    else app.tooltip.hide(this);
+    return lines;
+  }
+
+  // The panel has moved on below the cursor.
+  tell() {
+    if (this.at !== null && this.pointer.app.tooltip.owner === this) this.show();
+  }
+
+  forget() {
+    if (this.at === null) return;
+    this.at = null;
+    this.pointer.app.tooltip.hide(this);
+    this.pointer.app.setCross(null);
+    this.pointer.surface.cross(null);
   }
 }

@@ -3,7 +3,7 @@
 import { clockTicks, AXIS } from "./axis.js";
 import { element, legend, panel, setAttribute, setText } from "./dom.js";
 import { clock, duration, integer, perSecond, share } from "./format.js";
-import { Pointer } from "./pointer.js";
+import { KeyCursor, Pointer } from "./pointer.js";
 import { Surface } from "./surface.js";
 
 const LASTS = { hour: "1h", day: "1d" };
@@ -41,14 +41,18 @@ const TREND_CHARTS = [
   ["KV cache in use", [["kv_usage", "running", "most"]], (value) => share(value, 1)],
   ["preemptions", [["preemptions", "preempted", "preempted"]], integer],
 ];
+const TREND_KEYS = "Arrow keys move the cursor, Enter goes to the steps of its time.";
 const MARKS = { p95: "p95", p50: "p50", generated: "decode", waiting: "waiting", running: "running", most: "running", preempted: "preempted" };
 
 class TrendChart {
   constructor(trends, [title, curves, write]) {
     Object.assign(this, { app: trends.app, trends, title, curves, write });
-    this.surface = new Surface(trends.app.page, { role: "img", "aria-label": title }, () => trends.app.loop.invalidate(trends));
+    const attributes = { tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-label": `${title}. ${TREND_KEYS}` };
+    this.surface = new Surface(trends.app.page, attributes, () => trends.app.loop.invalidate(trends));
     this.pointer = new Pointer(trends.app, this.surface, (x) => this.pointed(x));
-    this.surface.canvas.addEventListener("click", (event) => trends.goTo(this.timeAt(this.surface.place(event)[0])));
+    const goTo = (x) => trends.goTo(this.timeAt(x));
+    this.cursor = new KeyCursor(this.pointer, () => this.places(), goTo);
+    this.surface.canvas.addEventListener("click", (event) => goTo(this.surface.place(event)[0]));
     const marks = curves.length > 1 ? [legend(...[...curves].reverse().map(([, , name]) => [MARKS[name], name]))] : [];
     this.node = element("div", { class: "nbe-trend-chart" }, element("h4", {}, title), ...marks, this.surface.stage);
   }
@@ -70,6 +74,12 @@ class TrendChart {
   timeAt(x) {
     const [begin, end] = this.window;
     return begin + ((x - TREND_LEFT) / this.columns) * (end - begin);
+  }
+
+  // Return the middle of each slice.
+  places() {
+    const rank = this.trends.shown;
+    return rank ? rank.gap.map((_, at) => this.x(this.window[0] + (at + 0.5) * rank.seconds)) : [];
   }
 
   pointed(x) {
@@ -116,6 +126,7 @@ class TrendChart {
     for (const other of others) this.line(context, other, this.curves[this.curves.length - 1][0], y);
     this.drawCross();
     this.pointer.tell();
+    this.cursor.tell();
   }
 
   // Shade what nothing is known of.
