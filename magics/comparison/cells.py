@@ -15,6 +15,7 @@ from nbengine.errors import NBEngineError
 from nbengine.magics.answers.diff import word_diff
 from nbengine.magics.comparison.result import ComparisonResult
 from nbengine.magics.generation.request import Request
+from nbengine.magics.generation.result import GenerationResult
 from nbengine.widgets.grid.grid import GridCell, GridLayout
 from nbengine.widgets.live import LiveDisplay, MimeBundle
 
@@ -35,8 +36,10 @@ class Deeds(Protocol):
     def ask_again(self, position: int) -> Request:
         """Send the request once more."""
 
-    def mark(self, position: int, *, pinned: bool | None = None, thumb: int | None = None) -> None:
-        """Note in the kept run what a person thinks of it."""
+    def mark(
+        self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None
+    ) -> None:
+        """Note in the kept run of an answer what a person thinks of it."""
 
 
 @dataclass(eq=False)
@@ -51,7 +54,6 @@ class CellsView:
     is_code: bool
 
     def __post_init__(self) -> None:
-        self._pinned: set[int] = set()
         self._widget: CellsWidget | None = None
         self._live: LiveDisplay | None = None
         self._static: MimeBundle = {}
@@ -105,15 +107,16 @@ class CellsView:
             self._do_with(asked["position"], asked)
 
     def _do_with(self, position: int, asked: dict[str, Any]) -> None:
+        result = self.result
         if asked["kind"] == "thumb" and asked.get("thumb") in (1, -1, 0):
-            self.result.thumbs.pop(position, None)
+            result.thumbs.pop(position, None)
             if asked["thumb"]:
-                self.result.thumbs[position] = asked["thumb"]
+                result.thumbs[position] = asked["thumb"]
             self._tell(position)
-            self.deeds.mark(position, thumb=asked["thumb"])
+            self.deeds.mark(result[position], thumb=asked["thumb"])
         elif asked["kind"] == "pin" and isinstance(asked.get("pinned"), bool):
-            self.deeds.mark(position, pinned=asked["pinned"])
-            (self._pinned.add if asked["pinned"] else self._pinned.discard)(position)
+            self.deeds.mark(result[position], pinned=asked["pinned"])
+            (result.pinned.add if asked["pinned"] else result.pinned.discard)(position)
             self._tell(position)
         elif asked["kind"] == "again":
             self._ask_again(position)
@@ -124,6 +127,7 @@ class CellsView:
         result.results[position] = request.result
         result.errors.pop(position, None)
         result.thumbs.pop(position, None)
+        result.pinned.discard(position)
         # The scores were those of the other answer.
         result.scores.forget(position)
         self._changed(position)
@@ -177,7 +181,7 @@ class CellsView:
             "foot": cell.foot or ("" if cell.state == "done" else cell.state),
             "scores": [[str(mark), mark.state] for mark in cell.scores],
             "thumb": self.result.thumbs.get(position, 0),
-            "pinned": position in self._pinned,
+            "pinned": position in self.result.pinned,
             "code": self.is_code,
         }
 

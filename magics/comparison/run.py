@@ -148,23 +148,19 @@ class ComparisonDeeds:
         options = comparison.plan.combinations[position].options
         return self.submitter.prepare(comparison.engines[position], options, comparison.occasion(position))
 
-    def mark(self, position: int, *, pinned: bool | None = None, thumb: int | None = None) -> None:
-        """Note in the kept runs of a position what a person thinks of it.
+    def mark(
+        self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None
+    ) -> None:
+        """Note in the kept run of an answer what a person thinks of it; a thumb needs none where no runs are kept.
 
         Raises:
-            NBEngineError: runs are not kept, or cannot be written.
+            NBEngineError: no run is kept of it, or cannot be written.
         """
         if not self.recorder.is_on:
             if pinned is not None:
                 raise NBEngineError("no runs are kept (`NBEngine.keep_runs` is off)")
             return
-        comparison = self.comparison
-        self.recorder.close()
-        options = comparison.plan.combinations[position].options
-        question = self.submitter.question(
-            comparison.engines[position], options, comparison.occasion(position)
-        )
-        self.recorder.writer.store.mark(comparison.name, question, pinned=pinned, thumb=thumb)
+        self.recorder.mark(answer, pinned=pinned, thumb=thumb)
 
 
 def begin_comparison(
@@ -242,5 +238,7 @@ def _take_kept(
         result.results[position].restore(run)
         if run["thumb"]:
             result.thumbs[position] = run["thumb"]
+        if run["pinned"]:
+            result.pinned.add(position)
         result.results[position].is_json = comparison.plan.combinations[position].options.parse_json
     print_quietly(f"{len(kept):,} of {count(len(result), 'answer')} have been kept; the others are asked")

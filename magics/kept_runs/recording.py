@@ -137,6 +137,19 @@ class Recorder:
                 return self.writer.store.select(replace(choice, execution=row["execution"], last=None))
         return []
 
+    def mark(
+        self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None
+    ) -> None:
+        """Note in the run of an answer what a person thinks of it.
+
+        Raises:
+            NBEngineError: there is no such run, or it cannot be written.
+        """
+        self.close()
+        if answer.kept_run is None or answer.kept_run.number is None:
+            raise NBEngineError("no run has been kept of this answer")
+        self.writer.store.change(answer.kept_run.number, pinned=pinned, thumb=thumb)
+
     def close(self) -> None:
         """Wait until what has ended is written, and say if that is not possible."""
         if self._writer is not None:
@@ -147,7 +160,7 @@ class Recorder:
         config = self._config
         if config.keep_runs:
             limits = Limits(config.runs_max_days, config.runs_max_mb)
-            self.writer.keep(finished_run(begun, result, error), limits)
+            result.kept_run = self.writer.keep(finished_run(begun, result, error), limits)
 
     def _version_of(self, engine: AttachedEngine) -> str:
         # The files may be replaced later: the engine has loaded those that it found when it started.

@@ -73,6 +73,13 @@ class Run:
         return {**row, "size": sum(len(value) for value in row.values() if isinstance(value, str))}
 
 
+@dataclass(eq=False, slots=True)
+class KeptRun:
+    """A run that is to be kept; `number` is its number in the store once it is written there."""
+
+    number: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of the store, beyond which the oldest runs go that are not pinned.

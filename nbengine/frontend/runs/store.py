@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +39,25 @@ class RunStore:
         """Return the path of the file."""
         return self._file.path
 
-    def add(self, runs: Sequence[Run], limits: Limits) -> None:
-        """Add runs, all of them or none, and remove the oldest ones beyond the limits.
+    def add(self, runs: Sequence[Run], limits: Limits) -> list[int]:
+        """Add runs, all of them or none, and remove the oldest ones beyond the limits; return the runs' numbers.
 
         Raises:
             NBEngineError: the file cannot be written; the message says why.
         """
         rows = [run.values() for run in runs]
 
-        def insert(connection: sqlite3.Connection) -> bool:
+        def insert(connection: sqlite3.Connection) -> tuple[list[int], bool]:
             connection.execute("BEGIN IMMEDIATE")
-            for row in rows:
-                names = ", ".join(row)
-                places = ", ".join(f":{name}" for name in row)
-                connection.execute(f"INSERT INTO runs ({names}) VALUES ({places})", row)
+            numbers = [_insert(connection, row) for row in rows]
             has_pruned = _prune(connection, limits)
             connection.execute("COMMIT")
-            return has_pruned
+            return numbers, has_pruned
 
-        if self._file.do("kept", insert, makes_file=True):
+        numbers, has_pruned = self._file.do("kept", insert, makes_file=True)
+        if has_pruned:
             self._file.do("pruned", give_back)
+        return numbers
 
     def select(self, choice: RunFilter) -> list[dict[str, Any]]:
         """Return the runs that are chosen, the oldest first, as `Runs.rows` describes them.
@@ -121,15 +120,17 @@ class RunStore:
                 return row
         raise _missing(number)
 
-    def change(self, number: int, *, pinned: bool | None = None, note: str | None = None) -> None:
-        """Pin a run or let it go, or write its note.
+    def change(
+        self, number: int, *, pinned: bool | None = None, note: str | None = None, thumb: int | None = None
+    ) -> None:
+        """Pin a run or let it go, write its note, or give it a thumb: 1 is up, -1 down, 0 none.
 
         Raises:
             InvalidArgumentError: there is no such run.
             NBEngineError: the file cannot be written.
         """
         self.get(number)
-        given = {"pinned": pinned, "note": None if note is None else storable(note)}
+        given = {"pinned": pinned, "note": None if note is None else storable(note), "thumb": thumb}
         changes = {name: value for name, value in given.items() if value is not None}
 
         def update(connection: sqlite3.Connection) -> int:
@@ -140,32 +141,6 @@ class RunStore:
 
         if not self._file.do("changed", update):
             raise _missing(number)
-
-    def mark(
-        self, comparison: str, question: str, *, pinned: bool | None = None, thumb: int | None = None
-    ) -> int:
-        """Pin the runs of a question in a comparison or let them go, or note a thumb: 1 is up, -1 down, 0 none.
-
-        Returns:
-            The number of runs that were changed.
-
-        Raises:
-            NBEngineError: the file cannot be written.
-        """
-        changes = {
-            name: int(value) for name, value in (("pinned", pinned), ("thumb", thumb)) if value is not None
-        }
-        if not changes or not self.path.exists():
-            return 0
-
-        def update(connection: sqlite3.Connection) -> int:
-            names = ", ".join(f"{name} = ?" for name in changes)
-            return connection.execute(
-                f"UPDATE runs SET {names} WHERE question = ? AND question != '' AND comparison = ?",
-                (*changes.values(), question, comparison),
-            ).rowcount
-
-        return self._file.do("changed", update)
 
     def forget(self, before: float | None = None) -> int:
         """Remove the runs that are not pinned, those asked before a `time.time()` or all; return their number.
@@ -187,6 +162,15 @@ class RunStore:
         gone = self._file.do("removed", delete)
         self._file.do("removed", give_back)
         return gone
+
+
+def _insert(connection: sqlite3.Connection, row: Mapping[str, Any]) -> int:
+    """Insert a run in the open transaction, and return its number."""
+    names = ", ".join(row)
+    places = ", ".join(f":{name}" for name in row)
+    number = connection.execute(f"INSERT INTO runs ({names}) VALUES ({places})", row).lastrowid
+    assert number is not None
+    return number
 
 
 def _prune(connection: sqlite3.Connection, limits: Limits) -> bool:

@@ -9,7 +9,7 @@ import time
 import weakref
 
 from nbengine.errors import NBEngineError
-from nbengine.frontend.runs.run import Limits, Run
+from nbengine.frontend.runs.run import KeptRun, Limits, Run
 from nbengine.frontend.runs.store import RunStore
 
 MOST_WAITING = 10_000
@@ -29,7 +29,7 @@ class RunWriter:
         self.store = store
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._waiting: list[Run] = []
+        self._waiting: list[tuple[Run, KeptRun]] = []
         self._limits = Limits()
         self._is_writing = False
         self._num_lost = 0
@@ -37,20 +37,27 @@ class RunWriter:
         self._has_told = False
         _writers.add(self)
 
-    def keep(self, run: Run, limits: Limits) -> None:
-        """Have a run written soon, without waiting for the disk; `limits` hold for the store from now on."""
+    def keep(self, run: Run, limits: Limits) -> KeptRun:
+        """Have a run written soon, without waiting for the disk, and return what will have its number.
+
+        `limits` hold for the store from now on.
+        """
+        kept = KeptRun()
         # The child of a fork repeats what the notebook does: its runs are not the user's.
         if os.getpid() != self._pid:
-            return
+            return kept
         with self._changed:
             if len(self._waiting) >= MOST_WAITING:
                 self._note_loss(1, "the disk takes too long")
-                return
-            self._waiting.append(run)
+                return kept
+            self._waiting.append((run, kept))
             self._limits = limits
-            if self._is_writing:
-                return
-            self._is_writing = True
+            has_thread, self._is_writing = self._is_writing, True
+        if not has_thread:
+            self._start()
+        return kept
+
+    def _start(self) -> None:
         thread = threading.Thread(target=self._write_all, name="nbengine-runs", daemon=True)
         try:
             thread.start()
@@ -94,7 +101,7 @@ class RunWriter:
                 self._end()
                 return False
         try:
-            self.store.add(batch, limits)
+            numbers = self.store.add([run for run, _ in batch], limits)
         except NBEngineError as error:
             with self._changed:
                 self._note_loss(len(batch), str(error))
@@ -103,6 +110,8 @@ class RunWriter:
                 self._note_loss(len(batch), f"{type(error).__name__}: {error}")
             raise
         else:
+            for (_, kept), number in zip(batch, numbers, strict=True):
+                kept.number = number
             with self._changed:
                 self._num_lost, self._trouble, self._has_told = 0, "", False
         return True

@@ -87,6 +87,49 @@ async def test_thumbs_are_in_the_rows_and_come_back_with_the_kept_runs(
     assert [row["thumb"] for row in kernel_shell.user_ns["grid"].rows()] == thumbs
 
 
+async def test_what_is_said_of_a_resumed_answer_is_kept_with_its_run(
+    kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
+) -> None:
+    await compared(kernel_shell, made)
+    made.clear()
+    cells = await compared(kernel_shell, made, flags=" --resume")
+    cells.ask({"kind": "thumb", "position": 1, "thumb": -1})
+    cells.ask({"kind": "pin", "position": 4, "pinned": True})
+    kept = [(row["thumb"], row["pinned"]) for row in runs().rows()]
+    assert kept == [(0, False), (-1, False), (0, False), (0, False), (0, True), (0, False)]
+    made.clear()
+    again = await compared(kernel_shell, made, flags=" --resume")
+    shown = [cell for row in again.widget.first_rows for cell in row["cells"]]
+    assert [(cell["thumb"], cell["pinned"]) for cell in shown] == kept
+
+
+async def test_the_same_question_asked_twice_has_a_run_for_each_answer(
+    kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
+) -> None:
+    kernel_shell.user_ns["words"] = ["w", "w"]
+    (await run(kernel_shell, LINE.format(flags=""))).raise_error()
+    cells = Cells(kernel_shell, made[0])
+    cells.ask({"kind": "pin", "position": 2, "pinned": True})
+    assert [row["pinned"] for row in runs().rows()] == [False, False, True, False]
+    cells.ask({"kind": "again", "position": 2})
+    await until(lambda: len(runs()) == 5)
+    # The pin stays with the answer that had it.
+    assert cells.grid.pinned == set()
+    cells.ask({"kind": "thumb", "position": 2, "thumb": 1})
+    kept = [(row["thumb"], row["pinned"]) for row in runs().rows()]
+    assert kept == [(0, False), (0, False), (0, True), (0, False), (1, False)]
+
+
+async def test_a_mark_without_a_run_is_no_mark_and_says_so(
+    kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
+) -> None:
+    cells = await compared(kernel_shell, made)
+    (await run(kernel_shell, "%runs clear --yes")).raise_error()
+    (message,) = cells.ask({"kind": "pin", "position": 0, "pinned": True})
+    assert "run must be the number of a kept run" in message["text"]
+    assert cells.grid.pinned == set()
+
+
 async def test_a_pin_keeps_the_run_of_the_cell_alone(
     kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
 ) -> None:

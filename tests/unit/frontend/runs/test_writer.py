@@ -31,22 +31,23 @@ class HeldStore(RunStore):
         self.released = threading.Event()
         self.begun = threading.Event()
 
-    def add(self, runs: Sequence[Run], limits: Limits) -> None:
+    def add(self, runs: Sequence[Run], limits: Limits) -> list[int]:
         self.begun.set()
         assert self.released.wait(60)
-        super().add(runs, limits)
+        return super().add(runs, limits)
 
 
 def test_keeping_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     store = HeldStore(tmp_path / "runs.sqlite")
     kept_by = RunWriter(store)
-    for number in range(1200):
-        kept_by.keep(made_run(prompt=str(number)), LIMITS)
+    kept = [kept_by.keep(made_run(prompt=str(number)), LIMITS) for number in range(1200)]
+    assert kept[0].number is None
     assert store.begun.wait(60)
     assert not kept_by.flush(0.0)
     store.released.set()
     assert kept_by.flush()
     assert [row["prompt"] for row in store.select(RunFilter())] == list(map(str, range(1200)))
+    assert [each.number for each in kept] == list(range(1, 1201))
     assert kept_by.take_trouble() == ""
 
 
@@ -95,7 +96,7 @@ def test_an_error_that_nobody_expects_ends_the_thread_and_holds_nobody_up(
     monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
 
     class Broken(RunStore):
-        def add(self, runs: Sequence[Run], limits: Limits) -> None:
+        def add(self, runs: Sequence[Run], limits: Limits) -> list[int]:
             raise ZeroDivisionError("by nothing")
 
     kept_by = RunWriter(Broken(tmp_path / "runs.sqlite"))
