@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -129,6 +129,7 @@ class ComparisonDeeds:
     """The deeds that the cells of a comparison's grid can do."""
 
     comparison: Comparison
+    result: ComparisonResult
     submitter: Submitter
     recorder: Recorder
 
@@ -147,6 +148,14 @@ class ComparisonDeeds:
         comparison = self.comparison
         options = comparison.plan.combinations[position].options
         return self.submitter.prepare(comparison.engines[position], options, comparison.occasion(position))
+
+    def scoring(self, *, background: bool = True) -> Scoring:
+        """Make the scoring of answers; `background` says that no cell waits for the judge."""
+        comparison = self.comparison
+        plan = comparison.plan
+        options = [replace(each.options, background=background) for each in plan.combinations]
+        judge = judge_of(plan.scores, self.result.results, comparison.engines, options, self.submitter)
+        return Scoring(plan.scores, self.result.scores, judge)
 
     def mark(
         self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None
@@ -194,7 +203,7 @@ def begin_comparison(
     if plan.resumes:
         _take_kept(comparison, result, submitter, recorder)
 
-    deeds = ComparisonDeeds(comparison, submitter, recorder)
+    deeds = ComparisonDeeds(comparison, result, submitter, recorder)
     sender = Sender(result, engines, deeds.prepare, on_sent, foreground=foreground, retries=plan.retries)
     unanswered = [position for position, found in enumerate(result) if not found.finished]
     if unanswered:
@@ -208,11 +217,8 @@ def begin_comparison(
         raise
     if len(result.errors) == len(result):
         raise next(iter(result.errors.values()))
-    options = [each.options for each in combinations]
-    judge = judge_of(plan.scores, result.results, engines, options, submitter)
-    return ComparisonRun(
-        result, sender, view, engines, Scoring(plan.scores, result.scores, judge), submitter.stops
-    )
+    scoring = deeds.scoring(background=not foreground)
+    return ComparisonRun(result, sender, view, engines, scoring, submitter.stops)
 
 
 def _take_kept(

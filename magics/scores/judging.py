@@ -126,10 +126,7 @@ class PairingJudge:
     def _rivals(self, place: Place) -> list[Place]:
         """List the answers of the same prompt and number with other settings, whether they exist or not."""
         position, number = place
-        first = position - position % self._plan.num_settings
-        return [
-            (other, number) for other in range(first, first + self._plan.num_settings) if other != position
-        ]
+        return [(other, number) for other in self._plan.same_prompt(position) if other != position]
 
     def _score(self, place: Place) -> float | NBEngineError | None:
         for rival in self._rivals(place):

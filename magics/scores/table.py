@@ -30,9 +30,9 @@ class Scores:
         self._open: Counter[int] = Counter()
         self._found: Counter[int] = Counter()
 
-    def begin(self, place: Place) -> None:
-        """Note that every score of an answer is being found."""
-        self._open[place[0]] += len(self.names)
+    def begin(self, place: Place, names: Sequence[str]) -> None:
+        """Note that these scores of an answer are being found."""
+        self._open[place[0]] += len(names)
 
     def note(self, name: str, place: Place, outcome: Score | BaseException) -> None:
         """Note the score of an answer, or the error in its place."""
@@ -43,13 +43,14 @@ class Scores:
         else:
             self.values[name][place] = outcome
 
-    def forget(self, position: int) -> None:
-        """Remove the scores of one result, whose answers are others now."""
-        columns: list[dict[Place, Any]] = [*self.values.values(), *self.errors.values()]
-        for known in columns:
-            for place in [place for place in known if place[0] == position]:
-                del known[place]
-        del self._found[position]
+    def forget(self, position: int, names: Sequence[str]) -> None:
+        """Remove these scores of one result."""
+        for name in names:
+            columns: list[dict[Place, Any]] = [self.values[name], self.errors[name]]
+            for known in columns:
+                for place in [place for place in known if place[0] == position]:
+                    del known[place]
+                    self._found[position] -= 1
 
     def give_up(self) -> None:
         """Expect no further score."""
