@@ -43,9 +43,7 @@ class Deeds(Protocol):
     def scoring(self) -> Scoring:
         """Make the scoring of answers that were asked again."""
 
-    def mark(
-        self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None
-    ) -> None:
+    def mark(self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None) -> None:
         """Note in the kept run of an answer what a person thinks of it."""
 
 

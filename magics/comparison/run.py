@@ -157,9 +157,7 @@ class ComparisonDeeds:
         judge = judge_of(plan.scores, self.result.results, comparison.engines, options, self.submitter)
         return Scoring(plan.scores, self.result.scores, judge)
 
-    def mark(
-        self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None
-    ) -> None:
+    def mark(self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None) -> None:
         """Note in the kept run of an answer what a person thinks of it; a thumb needs none where no runs are kept.
 
         Raises:

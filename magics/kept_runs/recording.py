@@ -137,9 +137,7 @@ class Recorder:
                 return self.writer.store.select(replace(choice, execution=row["execution"], last=None))
         return []
 
-    def mark(
-        self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None
-    ) -> None:
+    def mark(self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None) -> None:
         """Note in the run of an answer what a person thinks of it.
 
         Raises:

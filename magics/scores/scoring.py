@@ -12,7 +12,7 @@ from nbengine.errors import InvalidTypeError, NBEngineError
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.scores.judging import Judge
 from nbengine.magics.scores.running import ScoreCalls
-from nbengine.magics.scores.scorers import JUDGE, Scorer, ScorePlan
+from nbengine.magics.scores.scorers import JUDGE, ScorePlan, Scorer
 from nbengine.magics.scores.table import Place, Scores, score_of
 
 

@@ -46,11 +46,18 @@ def mount(page: Page, name: str, **traits: Any) -> None:
 
 def row(number: int) -> dict[str, Any]:
     cell = {"answers": [f"answer {number}"], "error": "", "foot": "", "scores": [], "thumb": 0}
-    return {"row": number, "labels": [["word", f"w{number}"]], "cells": [{**cell, "pinned": False, "code": False}]}
+    return {
+        "row": number,
+        "labels": [["word", f"w{number}"]],
+        "cells": [{**cell, "pinned": False, "code": False}],
+    }
 
 
 def drawn(page: Page) -> list[int]:
-    return [int(number) for number in page.locator("tr[data-row]").evaluate_all("rows => rows.map((r) => r.dataset.row)")]
+    return [
+        int(number)
+        for number in page.locator("tr[data-row]").evaluate_all("rows => rows.map((r) => r.dataset.row)")
+    ]
 
 
 def show_grid(page: Page) -> None:
@@ -59,7 +66,14 @@ def show_grid(page: Page) -> None:
     mount(page, "cells", grid="g", columns=[[]], num_rows=120, first_rows=first, foot=[])
     summary = {"scores": ["size"], "rows": [{"label": "all", "cells": ["3"]}] * 2, "note": ""}
     order = {"size": list(range(120))}
-    mount(page, "scores", grid="g", summary=summary, order=order, differing=[number < 3 for number in range(120)])
+    mount(
+        page,
+        "scores",
+        grid="g",
+        summary=summary,
+        order=order,
+        differing=[number < 3 for number in range(120)],
+    )
 
 
 def test_without_a_kernel_a_grid_sorts_and_filters_the_rows_that_it_has(page: Page) -> None:
@@ -82,7 +96,9 @@ def test_without_a_kernel_a_grid_sorts_and_filters_the_rows_that_it_has(page: Pa
 def test_scores_that_change_are_shown_and_move_no_row(page: Page) -> None:
     show_grid(page)
     page.evaluate("models[1].set('order', { size: Array.from({ length: 120 }, (_, n) => -n) })")
-    page.evaluate("models[1].set('summary', { ...models[1].get('summary'), rows: [{ label: 'all', cells: ['4'] }] })")
+    page.evaluate(
+        "models[1].set('summary', { ...models[1].get('summary'), rows: [{ label: 'all', cells: ['4'] }] })"
+    )
     expect(page.locator(".nbs td")).to_have_text(["4"])
     assert drawn(page) == list(range(40))
     page.get_by_role("button", name="size").click()

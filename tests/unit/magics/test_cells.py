@@ -180,7 +180,10 @@ async def test_an_answer_that_was_asked_again_is_scored_and_the_means_follow(
     await until(lambda: table.differing == [False, True, False])
     assert [row["size"] for row in cells.grid.rows()] == [11, 11, 11, 5, 11, 11]
     assert table.order["size"] == [11.0, 8.0, 11.0]
-    assert [row["cells"] for row in table.summary["rows"]] == [["11 (11 to 11), n 3"], ["9 (0.395 to 17.6), n 3"]]
+    assert [row["cells"] for row in table.summary["rows"]] == [
+        ["11 (11 to 11), n 3"],
+        ["9 (0.395 to 17.6), n 3"],
+    ]
     assert cells.sent[-1]["cell"]["scores"] == [["size: 5", ""]]
     table.view.close()
     assert "9 (0.395 to 17.6)" in publisher(kernel_shell).outputs()[0]["text/plain"]
