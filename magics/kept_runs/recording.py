@@ -137,6 +137,16 @@ class Recorder:
                 return self.writer.store.select(replace(choice, execution=row["execution"], last=None))
         return []
 
+    def of_notebook(self, last: int) -> list[dict[str, Any]]:
+        """Return the latest runs of this notebook, the oldest first; none where nobody tells its name.
+
+        Raises:
+            NBEngineError: the store cannot be read.
+        """
+        name = notebook_name(self._shell)
+        self.close()
+        return self.writer.store.select(RunFilter(notebook=name, last=last)) if name else []
+
     def mark(self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None) -> None:
         """Note in the run of an answer what a person thinks of it.
 
