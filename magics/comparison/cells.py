@@ -141,7 +141,7 @@ class CellsView:
         result.thumbs.pop(position, None)
         result.pinned.discard(position)
         # The scores were those of the other answer.
-        result.scores.forget(position, result.scores.names)
+        result.scores.renew(position)
         self._changed(position)
         name = f"nbengine-again-{position}"
         threading.Thread(target=self._follow, args=(position, request), name=name, daemon=True).start()

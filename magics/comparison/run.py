@@ -151,11 +151,16 @@ class ComparisonDeeds:
 
     def scoring(self, *, background: bool = True) -> Scoring:
         """Make the scoring of answers; `background` says that no cell waits for the judge."""
-        comparison = self.comparison
-        plan = comparison.plan
+        result, plan = self.result, self.comparison.plan
         options = [replace(each.options, background=background) for each in plan.combinations]
-        judge = judge_of(plan.scores, self.result.results, comparison.engines, options, self.submitter)
-        return Scoring(plan.scores, self.result.scores, judge)
+        judge = judge_of(
+            plan.scores, result.results, self.comparison.engines, options, self.submitter, result.scores
+        )
+        return Scoring(plan.scores, result.scores, judge, self._keep_scores)
+
+    def _keep_scores(self, position: int) -> None:
+        answer = self.result[position]
+        self.recorder.keep_scores(answer, self.result.scores.found_of(position, len(answer.outputs)))
 
     def mark(self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None) -> None:
         """Note in the kept run of an answer what a person thinks of it; a thumb needs none where no runs are kept.
@@ -242,6 +247,7 @@ def _take_kept(
         result.results[position].restore(run)
         if run["thumb"]:
             result.thumbs[position] = run["thumb"]
+        result.scores.restore(position, run)
         if run["pinned"]:
             result.pinned.add(position)
         result.results[position].is_json = comparison.plan.combinations[position].options.parse_json

@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.config import ModelConfig
 from nbengine.errors import NBEngineError
 from nbengine.frontend.runs.place import store_path
-from nbengine.frontend.runs.run import Limits, Run, RunFilter, question_of
+from nbengine.frontend.runs.run import FoundScores, Limits, Run, RunFilter, question_of
 from nbengine.frontend.runs.store import RunStore
 from nbengine.frontend.runs.writer import RunWriter
 from nbengine.magics.config import SAMPLING_DEFAULTS, NBEngine
@@ -136,6 +136,11 @@ class Recorder:
             if row["execution"] != execution:
                 return self.writer.store.select(replace(choice, execution=row["execution"], last=None))
         return []
+
+    def keep_scores(self, answer: GenerationResult, found: FoundScores) -> None:
+        """Keep the scores of an answer with its run, if there is one."""
+        if self.is_on and answer.kept_run is not None:
+            self.writer.score(answer.kept_run, found)
 
     def of_notebook(self, last: int) -> list[dict[str, Any]]:
         """Return the latest runs of this notebook, the oldest first; none where nobody tells its name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -17,12 +17,18 @@ from nbengine.magics.scores.table import Place, Scores, score_of
 
 
 class Scoring:
-    """The work that fills the scores of a comparison; without scores in its plan it has nothing to do."""
+    """The work that fills the scores of a comparison; without scores in its plan it has nothing to do.
 
-    def __init__(self, plan: ScorePlan, scores: Scores, judge: Judge | None) -> None:
+    `keep` is called with each position of which something has been found.
+    """
+
+    def __init__(
+        self, plan: ScorePlan, scores: Scores, judge: Judge | None, keep: Callable[[int], object]
+    ) -> None:
         self._plan = plan
         self._scores = scores
         self._judge = judge
+        self._keep = keep
         self._calls: ScoreCalls[tuple[str, Place]] = ScoreCalls()
 
     @property
@@ -40,7 +46,7 @@ class Scoring:
         A judge that compares answers judges all answers to that prompt again.
         """
         judge, scores = self._plan.judge, self._scores
-        scores.forget(position, scores.names)
+        scores.renew(position)
         self.begin(position, results[position])
         if judge is None or not judge.in_pairs:
             return [position]
@@ -75,6 +81,8 @@ class Scoring:
         if self._judge is not None:
             for place, grade in self._judge.take():
                 self._scores.note(JUDGE, place, grade)
+        for position in sorted(self._scores.take_changed()):
+            self._keep(position)
 
     def abort(self) -> None:
         """Ask the engines to end what the judge has not answered."""

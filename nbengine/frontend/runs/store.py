@@ -11,7 +11,7 @@ from typing import Any
 
 from nbengine.errors import InvalidArgumentError
 from nbengine.frontend.runs.file import StoreFile, give_back
-from nbengine.frontend.runs.run import JSON_COLUMNS, Limits, Run, RunFilter, storable
+from nbengine.frontend.runs.run import JSON_COLUMNS, FoundScores, Limits, Run, RunFilter, json_text, storable
 from nbengine.frontend.runs.schema import STEPS, Steps
 
 _AT_ONCE = 500
@@ -142,6 +142,26 @@ class RunStore:
         if not self._file.do("changed", update):
             raise _missing(number)
 
+    def score(self, found: Mapping[int, FoundScores]) -> None:
+        """Write the scores of runs by their numbers, all of them or none, in the place of those that they had.
+
+        Raises:
+            NBEngineError: the file cannot be written.
+        """
+        if not self.path.exists():
+            return
+        rows = [
+            (storable(json_text(each.scores)), storable(json_text(each.judged)), number)
+            for number, each in found.items()
+        ]
+
+        def update(connection: sqlite3.Connection) -> None:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany("UPDATE runs SET scores = ?, judged = ? WHERE run = ?", rows)
+            connection.execute("COMMIT")
+
+        self._file.do("changed", update)
+
     def forget(self, before: float | None = None) -> int:
         """Remove the runs that are not pinned, those asked before a `time.time()` or all; return their number.
 
@@ -245,7 +265,8 @@ def _row(stored: sqlite3.Row) -> dict[str, Any]:
     row = {name: stored[name] for name in stored.keys() if name != "size"}  # noqa: SIM118 (a row iterates over values)
     row |= {name: json.loads(row[name]) for name in JSON_COLUMNS}
     row["pinned"] = bool(row["pinned"])
-    return {**row, **{name: value for name, value in row["settings"].items() if name not in row}}
+    more = {**row["scores"], **row["settings"]}
+    return {**row, **{name: value for name, value in more.items() if name not in row}}
 
 
 def _missing(number: int) -> InvalidArgumentError:

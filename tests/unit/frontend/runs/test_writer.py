@@ -16,7 +16,7 @@ from runs_made import made_run
 import nbengine
 from nbengine.errors import InvalidArgumentError, NBEngineError, NotSupportedError
 from nbengine.frontend.runs import kept, writer
-from nbengine.frontend.runs.run import Limits, Run, RunFilter
+from nbengine.frontend.runs.run import FoundScores, KeptRun, Limits, Run, RunFilter
 from nbengine.frontend.runs.store import RunStore
 from nbengine.frontend.runs.writer import RunWriter
 
@@ -51,6 +51,27 @@ def test_keeping_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     assert kept_by.take_trouble() == ""
 
 
+def test_scores_are_written_behind_their_runs_and_the_last_ones_stay(tmp_path: Path) -> None:
+    store = HeldStore(tmp_path / "runs.sqlite")
+    kept_by = RunWriter(store)
+    kept = [kept_by.keep(made_run(), LIMITS) for _ in range(3)]
+    for number, each in enumerate(kept[:2]):
+        kept_by.score(each, FoundScores({"score": -1}, {}))
+        kept_by.score(each, FoundScores({"score": number}, {"question": "4"}))
+    # One that nobody has kept.
+    kept_by.score(KeptRun(), FoundScores({"score": 9}, {}))
+    store.released.set()
+    assert kept_by.flush()
+    assert [row["scores"] for row in store.select(RunFilter())] == [{"score": 0}, {"score": 1}, {}]
+    kept_by.score(kept[2], FoundScores({"score": 2}, {}))
+    assert kept_by.flush()
+    assert store.get(3)["score"] == 2
+    store.path.write_text("something else " * 100)
+    kept_by.score(kept[2], FoundScores({"score": 3}, {}))
+    assert kept_by.flush()
+    assert kept_by.take_trouble().startswith("scores of runs are not kept: the runs in ")
+
+
 def test_a_disk_that_takes_nothing_for_long_costs_a_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +92,7 @@ def test_trouble_is_told_once_until_runs_are_kept_again(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.write_text("a file")
     kept_by = RunWriter(RunStore(place / "runs.sqlite"))
-    kept_by.keep(made_run(), LIMITS)
+    kept_by.score(kept_by.keep(made_run(), LIMITS), FoundScores({"lost": "with its run"}, {}))
     kept_by.flush()
     assert kept_by.take_trouble().startswith("a run is not kept: the runs in ")
     for _ in range(2):
