@@ -35,6 +35,7 @@ from nbengine.magics.engines.serving import ServeCommand
 from nbengine.magics.engines.watch import WatchCommand
 from nbengine.magics.errors import without_traceback
 from nbengine.magics.help import ENGINE_HELP, documented
+from nbengine.magics.kept_runs.recording import Recorder
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
 from nbengine.runtime.other_protocols import other_engines
@@ -52,7 +53,9 @@ class EngineMagics(Magics):
 
     shell: InteractiveShell
 
-    def __init__(self, shell: InteractiveShell, session: NotebookSession, config: NBEngine) -> None:
+    def __init__(
+        self, shell: InteractiveShell, session: NotebookSession, config: NBEngine, recorder: Recorder
+    ) -> None:
         super().__init__(shell)
         self._session = session
         self._config = config
@@ -77,7 +80,7 @@ class EngineMagics(Magics):
             "reap": self._reap,
             **ParallelCommands(shell, session).commands,
             **ControlCommands(session).commands,
-            **RecoverCommands(shell, session, config, lambda: self._attach([])).commands,
+            **RecoverCommands(shell, session, config, recorder, lambda: self._attach([])).commands,
             "help": self._help,
         }
 

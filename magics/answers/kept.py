@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbengine.errors import NBEngineError
 from nbengine.magics.generation.result import GenerationResult
@@ -41,7 +41,7 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         """Count the tokens of all completions."""
-        return sum(len(completion.token_ids) for completion in self.result.outputs)
+        return sum(map(self.result.num_tokens_of, self.result.outputs))
 
     @property
     def ending(self) -> str:
@@ -124,6 +124,14 @@ def kept_answer(transcript: Transcript, engine: str) -> Answer:
         num_missing=transcript.num_missing,
         from_engine=True,
     )
+
+
+def answer_of_run(row: Mapping[str, Any]) -> Answer:
+    """Make an answer of a kept run."""
+    request_id = f"run-{row['run']}"
+    result = GenerationResult(request_id, row["prompt"])
+    result.restore(row)
+    return Answer(request_id, result, row["engine"], row["time"], row["time"], row["error"])
 
 
 def merged(own: Iterable[Answer], kept: Iterable[Answer]) -> list[Answer]:

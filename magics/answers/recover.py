@@ -11,12 +11,20 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import NBEngineError
-from nbengine.magics.answers.kept import Answer, kept_answer, merged, selected
+from nbengine.magics.answers.kept import (
+    MAX_ANSWERS,
+    Answer,
+    answer_of_run,
+    kept_answer,
+    merged,
+    selected,
+)
 from nbengine.magics.answers.kept_view import heading, listing
 from nbengine.magics.arguments import MagicParser, variable_name
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.generation.view import Appearance, view_for
 from nbengine.magics.interrupts import Interrupted
+from nbengine.magics.kept_runs.recording import Recorder
 from nbengine.magics.session import AttachedEngine, EngineClient, NotebookSession, live_engines
 from nbengine.runtime.connection import newest
 from nbengine.widgets.live import publish
@@ -34,7 +42,9 @@ Show what was written for this notebook, also before its page was reloaded or it
   %engine recover -o NAME   bind it to a variable, too
 
 A kernel has its own answers. An engine keeps those of the notebook also when its kernel restarts, is interrupted or
-dies: all that was written until then. It keeps the latest (those go first that have been shown) until it ends."""
+dies: all that was written until then. It keeps the latest (those go first that have been shown) until it ends. Where
+neither has any, the notebook's answers come from the kept runs (%runs), which `--clear` leaves alone."""
+_FROM_RUNS = "from the kept runs, since neither this kernel nor an engine has an answer of this notebook"
 
 
 class RecoverCommands:
@@ -45,11 +55,13 @@ class RecoverCommands:
         shell: InteractiveShell,
         session: NotebookSession,
         config: NBEngine,
+        recorder: Recorder,
         attach: Callable[[], None],
     ) -> None:
         self._shell = shell
         self._session = session
         self._config = config
+        self._recorder = recorder
         self._attach = attach
         self.commands: dict[str, Callable[[Sequence[str]], None]] = {"recover": self._recover}
 
@@ -92,7 +104,15 @@ class RecoverCommands:
             kept += [kept_answer(transcript, engine.name) for transcript in transcripts]
             inquiry.notes += _losses(engine)
         own = self._session.ongoing.answers.newest_first() if session is None else []
-        return merged(own, kept)
+        return merged(own, kept) or self._kept_runs(inquiry)
+
+    def _kept_runs(self, inquiry: _Inquiry) -> list[Answer]:
+        """List the answers that are kept as runs, the latest first: those of an engine that has ended, too."""
+        if inquiry.session is not None:
+            return []
+        answers = [answer_of_run(row) for row in reversed(self._recorder.of_notebook(MAX_ANSWERS))]
+        inquiry.notes += [_FROM_RUNS] if answers else []
+        return answers
 
     def _show_some(
         self, inquiry: _Inquiry, answers: list[Answer], parsed: argparse.Namespace

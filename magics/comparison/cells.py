@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from nbengine.errors import NBEngineError
 from nbengine.magics.answers.diff import word_diff
 from nbengine.magics.comparison.result import ComparisonResult
 from nbengine.magics.generation.request import Request
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.scores.scoring import Scoring
 from nbengine.widgets.grid.grid import GridCell, GridLayout
 from nbengine.widgets.live import LiveDisplay, MimeBundle
 
@@ -27,6 +30,8 @@ _FIRST_ROWS = 40
 """Rows that the widget itself has, for pages in which no kernel answers."""
 _MOST_ROWS = 200
 """The most rows of one message."""
+_LOOK_SECONDS = 0.05
+"""Between two looks whether scores have come."""
 
 
 class Deeds(Protocol):
@@ -35,23 +40,32 @@ class Deeds(Protocol):
     def ask_again(self, position: int) -> Request:
         """Send the request once more."""
 
-    def mark(self, position: int, *, pinned: bool | None = None, thumb: int | None = None) -> None:
-        """Note in the kept run what a person thinks of it."""
+    def scoring(self) -> Scoring:
+        """Make the scoring of answers that were asked again."""
+
+    def mark(self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None) -> None:
+        """Note in the kept run of an answer what a person thinks of it."""
 
 
 @dataclass(eq=False)
 class CellsView:
-    """The widget of a grid; `cell` makes the contents of a position, and `take` tells the grid of a new result."""
+    """The widget of a grid.
+
+    `cell` makes the contents of a position, `take` tells the grid of a new result, and `rescored` says that scores have
+    changed.
+    """
 
     result: ComparisonResult
     layout: GridLayout
     cell: Callable[[int], GridCell]
     take: Callable[[int], None]
+    rescored: Callable[[], None]
     deeds: Deeds
     is_code: bool
 
     def __post_init__(self) -> None:
-        self._pinned: set[int] = set()
+        self._is_scoring = threading.Lock()
+        """Held while an answer is scored that was asked again: judges of pairs change the scores of others."""
         self._widget: CellsWidget | None = None
         self._live: LiveDisplay | None = None
         self._static: MimeBundle = {}
@@ -105,15 +119,16 @@ class CellsView:
             self._do_with(asked["position"], asked)
 
     def _do_with(self, position: int, asked: dict[str, Any]) -> None:
+        result = self.result
         if asked["kind"] == "thumb" and asked.get("thumb") in (1, -1, 0):
-            self.result.thumbs.pop(position, None)
+            result.thumbs.pop(position, None)
             if asked["thumb"]:
-                self.result.thumbs[position] = asked["thumb"]
+                result.thumbs[position] = asked["thumb"]
             self._tell(position)
-            self.deeds.mark(position, thumb=asked["thumb"])
+            self.deeds.mark(result[position], thumb=asked["thumb"])
         elif asked["kind"] == "pin" and isinstance(asked.get("pinned"), bool):
-            self.deeds.mark(position, pinned=asked["pinned"])
-            (self._pinned.add if asked["pinned"] else self._pinned.discard)(position)
+            self.deeds.mark(result[position], pinned=asked["pinned"])
+            (result.pinned.add if asked["pinned"] else result.pinned.discard)(position)
             self._tell(position)
         elif asked["kind"] == "again":
             self._ask_again(position)
@@ -124,8 +139,9 @@ class CellsView:
         result.results[position] = request.result
         result.errors.pop(position, None)
         result.thumbs.pop(position, None)
+        result.pinned.discard(position)
         # The scores were those of the other answer.
-        result.scores.forget(position)
+        result.scores.renew(position)
         self._changed(position)
         name = f"nbengine-again-{position}"
         threading.Thread(target=self._follow, args=(position, request), name=name, daemon=True).start()
@@ -143,6 +159,24 @@ class CellsView:
         else:
             request.end(shown=request.stop())
         self._changed(position)
+        self._score(position, request)
+
+    def _score(self, position: int, request: Request) -> None:
+        """Find the scores of an answer that has come in the place of another one, and tell of them."""
+        if not self.result.scores.names:
+            return
+        with self._is_scoring:
+            if self.result[position] is not request.result:
+                return  # It was asked once more meanwhile.
+            scoring = self.deeds.scoring()
+            changed = scoring.begin_again(position, self.result.results)
+            while not scoring.is_done:
+                time.sleep(_LOOK_SECONDS)
+                scoring.step()
+            scoring.end()
+        for each in changed:
+            self._changed(each)
+        self.rescored()
 
     def _changed(self, position: int) -> None:
         self.take(position)
@@ -177,7 +211,7 @@ class CellsView:
             "foot": cell.foot or ("" if cell.state == "done" else cell.state),
             "scores": [[str(mark), mark.state] for mark in cell.scores],
             "thumb": self.result.thumbs.get(position, 0),
-            "pinned": position in self._pinned,
+            "pinned": position in self.result.pinned,
             "code": self.is_code,
         }
 

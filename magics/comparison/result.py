@@ -45,6 +45,8 @@ class ComparisonResult(ShownOnce):
         self.scores = Scores(scores)
         self.thumbs: dict[int, int] = {}
         """The thumbs that a person has given results in the grid, by position: 1 is up, -1 is down."""
+        self.pinned: set[int] = set()
+        """The positions of results whose kept runs a person has pinned."""
 
     @property
     def finished(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -129,6 +129,7 @@ class ComparisonDeeds:
     """The deeds that the cells of a comparison's grid can do."""
 
     comparison: Comparison
+    result: ComparisonResult
     submitter: Submitter
     recorder: Recorder
 
@@ -148,23 +149,30 @@ class ComparisonDeeds:
         options = comparison.plan.combinations[position].options
         return self.submitter.prepare(comparison.engines[position], options, comparison.occasion(position))
 
-    def mark(self, position: int, *, pinned: bool | None = None, thumb: int | None = None) -> None:
-        """Note in the kept runs of a position what a person thinks of it.
+    def scoring(self, *, background: bool = True) -> Scoring:
+        """Make the scoring of answers; `background` says that no cell waits for the judge."""
+        result, plan = self.result, self.comparison.plan
+        options = [replace(each.options, background=background) for each in plan.combinations]
+        judge = judge_of(
+            plan.scores, result.results, self.comparison.engines, options, self.submitter, result.scores
+        )
+        return Scoring(plan.scores, result.scores, judge, self._keep_scores)
+
+    def _keep_scores(self, position: int) -> None:
+        answer = self.result[position]
+        self.recorder.keep_scores(answer, self.result.scores.found_of(position, len(answer.outputs)))
+
+    def mark(self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None) -> None:
+        """Note in the kept run of an answer what a person thinks of it; a thumb needs none where no runs are kept.
 
         Raises:
-            NBEngineError: runs are not kept, or cannot be written.
+            NBEngineError: no run is kept of it, or cannot be written.
         """
         if not self.recorder.is_on:
             if pinned is not None:
                 raise NBEngineError("no runs are kept (`NBEngine.keep_runs` is off)")
             return
-        comparison = self.comparison
-        self.recorder.close()
-        options = comparison.plan.combinations[position].options
-        question = self.submitter.question(
-            comparison.engines[position], options, comparison.occasion(position)
-        )
-        self.recorder.writer.store.mark(comparison.name, question, pinned=pinned, thumb=thumb)
+        self.recorder.mark(answer, pinned=pinned, thumb=thumb)
 
 
 def begin_comparison(
@@ -198,7 +206,7 @@ def begin_comparison(
     if plan.resumes:
         _take_kept(comparison, result, submitter, recorder)
 
-    deeds = ComparisonDeeds(comparison, submitter, recorder)
+    deeds = ComparisonDeeds(comparison, result, submitter, recorder)
     sender = Sender(result, engines, deeds.prepare, on_sent, foreground=foreground, retries=plan.retries)
     unanswered = [position for position, found in enumerate(result) if not found.finished]
     if unanswered:
@@ -212,11 +220,8 @@ def begin_comparison(
         raise
     if len(result.errors) == len(result):
         raise next(iter(result.errors.values()))
-    options = [each.options for each in combinations]
-    judge = judge_of(plan.scores, result.results, engines, options, submitter)
-    return ComparisonRun(
-        result, sender, view, engines, Scoring(plan.scores, result.scores, judge), submitter.stops
-    )
+    scoring = deeds.scoring(background=not foreground)
+    return ComparisonRun(result, sender, view, engines, scoring, submitter.stops)
 
 
 def _take_kept(
@@ -242,5 +247,8 @@ def _take_kept(
         result.results[position].restore(run)
         if run["thumb"]:
             result.thumbs[position] = run["thumb"]
+        result.scores.restore(position, run)
+        if run["pinned"]:
+            result.pinned.add(position)
         result.results[position].is_json = comparison.plan.combinations[position].options.parse_json
     print_quietly(f"{len(kept):,} of {count(len(result), 'answer')} have been kept; the others are asked")

@@ -101,17 +101,22 @@ class ScoreView:
         except ImportError as error:
             logger.info("scores are shown without a widget: %s", error)
             return
-        experiment = Experiment(self._result)
-        self._widget = ScoresWidget(
-            self,
-            summary={**_contents(experiment, self._result), "note": NOTE},
-            grid=self.grid,
-            order=_orders(experiment, self._result, len(self._layout.columns)),
-            differing=_differing(experiment, len(self._result), len(self._layout.columns)),
-        )
+        self._widget = ScoresWidget(self, grid=self.grid, **self._data())
         self._live.show({**self._static(), **self._widget.mime_bundle()})
         # It needs no engine, so that it stays when engines are left.
         self._views.open("", self)
+
+    def refresh(self) -> None:
+        """Show scores that have changed after the end: an answer was asked again."""
+        self._shown = summary_tables(self._result)
+        widget = self._widget
+        if widget is None:
+            self._live.show(self._static())
+            return
+        # The widget stays as it is, with its sorting; what a saved notebook shows without it is replaced at its end.
+        with widget.hold_sync():
+            for name, value in self._data().items():
+                setattr(widget, name, value)
 
     def close(self) -> None:
         """Put the table in the place of the widget; a second call does nothing."""
@@ -119,6 +124,15 @@ class ScoreView:
         if widget is not None:
             self._live.show(self._static())
             widget.close()
+
+    def _data(self) -> dict[str, Any]:
+        """Return what the widget knows of the scores."""
+        experiment, width = Experiment(self._result), len(self._layout.columns)
+        return {
+            "summary": {**_contents(experiment, self._result), "note": NOTE},
+            "order": _orders(experiment, self._result, width),
+            "differing": _differing(experiment, len(self._result), width),
+        }
 
     def _static(self) -> dict[str, Any]:
         plain, html = self._shown

@@ -319,7 +319,13 @@ class GridCellView:
     def _show_widget(self, bundle: MimeBundle, notes: Sequence[str]) -> bool:
         state = self._state
         cells = CellsView(
-            state.result, state.layout, state.final_cell, state.take_again, self._deeds, is_code=state.is_code
+            state.result,
+            state.layout,
+            state.final_cell,
+            state.take_again,
+            self._rescored,
+            self._deeds,
+            is_code=state.is_code,
         )
         grid = self._scores.grid if self._scores is not None else ""
         if not cells.show(self._live, bundle, grid, [line for line in (state.foot, *notes) if line]):
@@ -327,6 +333,10 @@ class GridCellView:
         # It needs an engine only to ask again, so that it stays when engines are left.
         self._views.open("", cells)
         return True
+
+    def _rescored(self) -> None:
+        if self._scores is not None:
+            self._scores.refresh()
 
     def _draw(self) -> None:
         started = time.thread_time()

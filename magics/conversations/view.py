@@ -90,8 +90,6 @@ class ChatCellView(CellView):
     `reading` says how reasoning is told from the answer.
     """
 
-    tells_speed = False
-
     def __init__(
         self, shell: InteractiveShell, appearance: Appearance, reading: AnswerReading, notes: AnswerNotes
     ) -> None:

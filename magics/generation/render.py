@@ -25,8 +25,12 @@ _HEADINGS = {
     "text/html": f'<div style="{MUTED}">{{}}.</div>',
     "text/markdown": "**{}.**\n\n",
 }
-CARET = '<span aria-hidden="true" style="opacity:0.6">▍</span>'
+SIGN = "▍"
 """The sign behind a text that is being written."""
+CARET = f'<span aria-hidden="true" style="opacity:0.6">{SIGN}</span>'
+"""The sign in HTML."""
+_ONLY_MARKS = re.compile(r"[ \t]*[-`~=*_#|:+.>$]+[ \t]*")
+"""A line of Markdown that a sign behind it could make another one of, such as the end of a fence."""
 _CODE = f"{PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
 
 
@@ -61,17 +65,19 @@ def answer_bundle(
 
     `complete` is False while the answer streams, when JSON cannot be parsed yet.
     """
+    caret = "" if complete else CARET
     if output_format == "markdown":
-        rich = {"text/markdown": closed_markdown(harmless_markdown(text)) + _markdown_footer(footer)}
+        shown = text if complete or _ONLY_MARKS.fullmatch(text.rpartition("\n")[2]) else text + SIGN
+        rich = {"text/markdown": closed_markdown(harmless_markdown(shown)) + _markdown_footer(footer)}
     elif output_format == "code":
         text, language = unfenced(text)
-        rich = {"text/markdown": harmless_markdown(fenced(text, language)) + _markdown_footer(footer)}
+        shown = text if complete else text + SIGN
+        rich = {"text/markdown": harmless_markdown(fenced(shown, language)) + _markdown_footer(footer)}
     elif output_format == "json":
         text, note = pretty_json(text) if complete else (indented_json(text), "")
         footer = joined(footer, note)
-        rich = {"text/html": f'<pre {PLAIN} style="{_CODE}">{escape(text)}</pre>{muted(footer)}'}
+        rich = {"text/html": f'<pre {PLAIN} style="{_CODE}">{escape(text)}{caret}</pre>{muted(footer)}'}
     else:
-        caret = "" if complete else CARET
         rich = {"text/html": f'<div {PLAIN} style="{PROSE}">{escape(text)}{caret}</div>{muted(footer)}'}
     plain = f"{text}\n\n[{footer}]" if footer else text
     return {"text/plain": plain, **rich}

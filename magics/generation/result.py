@@ -15,6 +15,7 @@ from IPython.core.getipython import get_ipython
 
 from nbengine.errors import IncompleteOutputError, InvalidArgumentError, NBEngineError
 from nbengine.frontend.parsing.answer_parser import AnswerReading
+from nbengine.frontend.runs.run import KeptRun
 from nbengine.magics.answers.diff import AnswerDiff, Earlier
 from nbengine.magics.conversations.answer import answer_in, reading_of
 from nbengine.magics.errors import without_traceback
@@ -99,6 +100,8 @@ class GenerationResult(ShownOnce):
         """The number of tokens of each completion that a kept run had; None for an answer of an engine."""
         self.kept_figures: Mapping[str, Any] = {}
         """The figures of that run."""
+        self.kept_run: KeptRun | None = None
+        """The run that is kept of it, once it has ended; None where none is."""
         self.previous: Earlier | None = None
         """The prompt and answer that the same cell had before."""
         self._whole: RequestOutput | None = None
@@ -126,6 +129,7 @@ class GenerationResult(ShownOnce):
         self.kept_tokens = [each["tokens"] for each in several]
         self.num_prompt_tokens, self.num_cached_tokens = run["prompt_tokens"], run["cached_tokens"]
         self.kept_figures = run["metrics"]
+        self.kept_run = KeptRun(run["run"])
         self.finished = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -84,8 +84,6 @@ class CellView:
     Views that stream at the same time share the kernel's and the server's time.
     """
 
-    tells_speed: ClassVar[bool] = True
-    """Tokens and speed stand under the answer while it is written."""
     _streaming: ClassVar[WeakSet[CellView]] = WeakSet()
 
     def __init__(self, shell: InteractiveShell, appearance: Appearance) -> None:
@@ -107,7 +105,7 @@ class CellView:
         line = prompt_line(result)
         if result.finished or not (self._appearance.stream or line):
             return
-        if not line and self._appearance.footer and self.tells_speed:
+        if not line and self._appearance.footer:
             line = stream_line(result)
         started = time.thread_time()
         size = self._live.show(self._bundle(result, line, complete=False))

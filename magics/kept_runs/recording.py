@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.config import ModelConfig
 from nbengine.errors import NBEngineError
 from nbengine.frontend.runs.place import store_path
-from nbengine.frontend.runs.run import Limits, Run, RunFilter, question_of
+from nbengine.frontend.runs.run import FoundScores, Limits, Run, RunFilter, question_of
 from nbengine.frontend.runs.store import RunStore
 from nbengine.frontend.runs.writer import RunWriter
 from nbengine.magics.config import SAMPLING_DEFAULTS, NBEngine
@@ -137,6 +137,32 @@ class Recorder:
                 return self.writer.store.select(replace(choice, execution=row["execution"], last=None))
         return []
 
+    def keep_scores(self, answer: GenerationResult, found: FoundScores) -> None:
+        """Keep the scores of an answer with its run, if there is one."""
+        if self.is_on and answer.kept_run is not None:
+            self.writer.score(answer.kept_run, found)
+
+    def of_notebook(self, last: int) -> list[dict[str, Any]]:
+        """Return the latest runs of this notebook, the oldest first; none where nobody tells its name.
+
+        Raises:
+            NBEngineError: the store cannot be read.
+        """
+        name = notebook_name(self._shell)
+        self.close()
+        return self.writer.store.select(RunFilter(notebook=name, last=last)) if name else []
+
+    def mark(self, answer: GenerationResult, *, pinned: bool | None = None, thumb: int | None = None) -> None:
+        """Note in the run of an answer what a person thinks of it.
+
+        Raises:
+            NBEngineError: there is no such run, or it cannot be written.
+        """
+        self.close()
+        if answer.kept_run is None or answer.kept_run.number is None:
+            raise NBEngineError("no run has been kept of this answer")
+        self.writer.store.change(answer.kept_run.number, pinned=pinned, thumb=thumb)
+
     def close(self) -> None:
         """Wait until what has ended is written, and say if that is not possible."""
         if self._writer is not None:
@@ -147,7 +173,7 @@ class Recorder:
         config = self._config
         if config.keep_runs:
             limits = Limits(config.runs_max_days, config.runs_max_mb)
-            self.writer.keep(finished_run(begun, result, error), limits)
+            result.kept_run = self.writer.keep(finished_run(begun, result, error), limits)
 
     def _version_of(self, engine: AttachedEngine) -> str:
         # The files may be replaced later: the engine has loaded those that it found when it started.

@@ -36,6 +36,8 @@ def run_bundle(row: Row, output_format: str) -> dict[str, str]:
         lines.append(f"prompt {kept_prompt(row)}{f' with {values}' if values else ''}")
     if row["varied"]:
         lines.append(f"in a comparison: {_settings_line(row['varied'])}")
+    if row["scores"]:
+        lines.append(f"scores: {_settings_line(row['scores'])}")
     if row["note"]:
         lines.append(f"note: {row['note']}")
     quoted, quoted_html = quotation(row["prompt"])

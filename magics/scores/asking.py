@@ -13,11 +13,14 @@ from nbengine.magics.generation.arguments import GenerateOptions
 from nbengine.magics.generation.request import Request
 from nbengine.magics.generation.submission import Submitter
 from nbengine.magics.generation.thinking import TemplateOptions
+from nbengine.magics.kept_runs.recording import Occasion
 from nbengine.magics.scores.scorers import answer_text
+from nbengine.magics.scores.table import Scores
 from nbengine.magics.session import AttachedEngine
 from nbengine.sampling_params import StructuredOutputsParams
 
 Key = TypeVar("Key")
+_OCCASION = Occasion("judge", "judge")
 _MAX_TOKENS = 512
 """Enough for a choice behind the thoughts of a model that always thinks."""
 
@@ -25,7 +28,8 @@ _MAX_TOKENS = 512
 class Questions(Generic[Key]):
     """The questions to a judge that have not been answered, each under a key.
 
-    They are none of the notebook's prompts: `%engine recover` does not show them, and no run is kept of them.
+    They are none of the notebook's prompts: `%engine recover` does not show them, and no run is kept of them. What was
+    chosen is kept with the run of the answer in question, and the same is not asked again.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Questions(Generic[Key]):
         engines: Sequence[AttachedEngine],
         options: Sequence[GenerateOptions],
         submitter: Submitter,
+        scores: Scores,
     ) -> None:
         """Make the questions; `engines` and `options` are those of a comparison's combinations, by position."""
         self._choices = choices
@@ -45,7 +50,12 @@ class Questions(Generic[Key]):
         self._engines = engines
         self._options = options
         self._submitter = submitter
+        self._scores = scores
+        self._known: list[tuple[Key, str]] = []
+        """Choices that were made before."""
         self._pending: dict[Key, Request] = {}
+        self._asked: dict[Key, tuple[int, str]] = {}
+        """The position and the digest of each question that is pending."""
 
     def ask(self, key: Key, position: int, text: str) -> None:
         """Ask the engine of the combination at `position`.
@@ -66,14 +76,22 @@ class Questions(Generic[Key]):
             kept=None,
         )
         try:
+            question = self._submitter.question(self._engines[position], own, _OCCASION)
+            choice = self._scores.judged.get(position, {}).get(question)
+            if choice is not None:
+                self._known.append((key, choice))
+                return
             request = self._submitter.prepare(self._engines[position], own, None)
         except UsageError as error:
             raise NBEngineError(str(error)) from None
         request.send(foreground=not options.background, kept=False)
         self._pending[key] = request
+        self._asked[key] = position, question
 
     def take(self) -> Iterator[tuple[Key, str | NBEngineError]]:
         """Yield the choices that have come since the last time, each an error where there is none."""
+        known, self._known = self._known, []
+        yield from known
         for key, request in list(self._pending.items()):
             choice: str | NBEngineError | None
             try:
@@ -83,6 +101,9 @@ class Questions(Generic[Key]):
                 choice = error
             if choice is not None:
                 del self._pending[key]
+                position, question = self._asked.pop(key)
+                if isinstance(choice, str):
+                    self._scores.note_choice(position, question, choice)
                 yield key, choice
 
     def abort(self) -> None:

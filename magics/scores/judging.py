@@ -14,7 +14,7 @@ from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.submission import Submitter
 from nbengine.magics.scores.asking import Questions
 from nbengine.magics.scores.scorers import JudgePrompt, Row, ScorePlan, answer_text
-from nbengine.magics.scores.table import Place, Score
+from nbengine.magics.scores.table import Place, Score, Scores
 from nbengine.magics.session import AttachedEngine
 
 GRADES = ("1", "2", "3", "4", "5")
@@ -126,10 +126,7 @@ class PairingJudge:
     def _rivals(self, place: Place) -> list[Place]:
         """List the answers of the same prompt and number with other settings, whether they exist or not."""
         position, number = place
-        first = position - position % self._plan.num_settings
-        return [
-            (other, number) for other in range(first, first + self._plan.num_settings) if other != position
-        ]
+        return [(other, number) for other in self._plan.same_prompt(position) if other != position]
 
     def _score(self, place: Place) -> float | NBEngineError | None:
         for rival in self._rivals(place):
@@ -160,14 +157,19 @@ def judge_of(
     engines: Sequence[AttachedEngine],
     options: Sequence[GenerateOptions],
     submitter: Submitter,
+    scores: Scores,
 ) -> Judge | None:
-    """Make the judge that a plan asks for; `results`, `engines` and `options` come by position."""
+    """Make the judge that a plan asks for; `results`, `engines` and `options` come by position.
+
+    `scores` has what a judge has chosen before.
+    """
     prompt = plan.judge
     if prompt is None:
         return None
     if prompt.in_pairs:
-        return PairingJudge(prompt, plan, results, Questions[Pair](SIDES, engines, options, submitter))
-    return GradingJudge(prompt, plan.rows, Questions[Place](GRADES, engines, options, submitter))
+        pairs = Questions[Pair](SIDES, engines, options, submitter, scores)
+        return PairingJudge(prompt, plan, results, pairs)
+    return GradingJudge(prompt, plan.rows, Questions[Place](GRADES, engines, options, submitter, scores))
 
 
 def grade_request(prompt: JudgePrompt, row: Row, answer: GenerationResult) -> str:

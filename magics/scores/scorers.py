@@ -92,6 +92,11 @@ class ScorePlan:
         """Return the names of the scores, in the order of their columns."""
         return [*(scorer.name for scorer in self.scorers), *([JUDGE] if self.judge is not None else [])]
 
+    def same_prompt(self, position: int) -> range:
+        """Return the positions of the prompt of a position, one with each setting."""
+        first = position - position % self.num_settings
+        return range(first, first + self.num_settings)
+
 
 JUDGE = "judge"
 """The name of the score that a model gives."""

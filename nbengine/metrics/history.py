@@ -100,7 +100,7 @@ class MetricsHistory:
 
     A row is a second long, or ten where more than an hour is asked for. While nothing happens one row covers
     the whole time. Where no row is, nothing is known: the engine core or the host did not run. The newest row
-    may be under way.
+    may be under way; `history[-1]` is that row, and a loop goes over all of them.
 
     Args:
         rows: what the host has kept; by rank, oldest first.
@@ -138,6 +138,12 @@ class MetricsHistory:
             NotSupportedError: pandas is not installed.
         """
         return frame_of(self.rows())
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.spans[index].as_dict()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows())
 
     def __len__(self) -> int:
         return len(self.spans)

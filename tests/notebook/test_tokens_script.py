@@ -103,6 +103,8 @@ def test_a_click_on_an_alternative_branches_into_a_tab_that_streams_and_can_be_s
     expect(tabs).to_have_text(["1", "2 ↳ ·Lyon"])
     expect(tabs.nth(1)).to_have_attribute("aria-selected", "true")
     expect(page.get_by_role("tabpanel")).to_have_attribute("aria-busy", "true")
+    caret = "getComputedStyle(document.querySelector('.nbt-text'), '::after').content"
+    assert "▍" in page.evaluate(caret)
     assert page.locator(".nbt-token").all_text_contents() == ["The", " capital", " is", " Lyon"]
     client.write([(",", 0.5, {"!": 0.2})], text="The capital is Lyon,", cached=3)
     widget.wait_for(".nbt-text", "Lyon,")
@@ -112,6 +114,7 @@ def test_a_click_on_an_alternative_branches_into_a_tab_that_streams_and_can_be_s
     assert client.aborted == ["branch-1"]
     assert tree[1].result(60).finish_reason == "abort"
     widget.wait_for(".nbt-footer", "ended early")
+    assert page.evaluate(caret) == "none"
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()
     assert "3 of 7 prompt tokens reused" in page.inner_text(".nbt-footer")
     tabs.first.click()

@@ -2,7 +2,7 @@
 
 This module needs anywidget: import it where a widget is about to be shown, and show the static table where the
 import fails. The script sends nothing to the kernel; it works in a saved notebook, too. It finds the grid by
-its id, and the grid's rows by their numbers (`data-row`).
+its id, and the grid's rows by their numbers (`data-row`). The kernel sets all data again when scores have changed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 from nbengine.checks import require
 
-JSON_COLUMNS = ("settings", "varied", "metrics", "outputs", "messages", "prompt_values")
+JSON_COLUMNS = ("settings", "varied", "metrics", "outputs", "messages", "prompt_values", "scores", "judged")
 """The columns that hold JSON."""
 
 
@@ -63,6 +63,11 @@ class Run:
     prompt_version: int | None = None
     prompt_values: Mapping[str, str] = field(default_factory=dict)
     """The values of the kept prompt's fields, by what stands in their braces."""
+    scores: Mapping[str, Any] = field(default_factory=dict)
+    """The scores of its answer in a comparison, by name; of several completions a list each, with None for those without
+    one."""
+    judged: Mapping[str, str] = field(default_factory=dict)
+    """The choices of a judge, by a digest of each question."""
 
     def values(self) -> dict[str, Any]:
         """Return what is stored in each column, and under `size` the number of characters of all texts."""
@@ -71,6 +76,21 @@ class Run:
             row[name] = json_text(row[name])
         row = {name: storable(value) if isinstance(value, str) else value for name, value in row.items()}
         return {**row, "size": sum(len(value) for value in row.values() if isinstance(value, str))}
+
+
+@dataclass(eq=False, slots=True)
+class KeptRun:
+    """A run that is to be kept; `number` is its number in the store once it is written there."""
+
+    number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundScores:
+    """The scores of a run's answer, which are found after its end; both fields are as in `Run`."""
+
+    scores: Mapping[str, Any]
+    judged: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

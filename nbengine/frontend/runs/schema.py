@@ -72,6 +72,10 @@ STEPS: Steps = (
         "ALTER TABLE runs ADD COLUMN prompt_values TEXT NOT NULL DEFAULT '{}'",
         "CREATE INDEX runs_by_prompt ON runs (prompt_name, prompt_version) WHERE prompt_name != ''",
     ),
+    (
+        "ALTER TABLE runs ADD COLUMN scores TEXT NOT NULL DEFAULT '{}'",
+        "ALTER TABLE runs ADD COLUMN judged TEXT NOT NULL DEFAULT '{}'",
+    ),
 )
 """The statements of each step."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nbengine.errors import InvalidArgumentError
 from nbengine.frontend.runs.file import StoreFile, give_back
-from nbengine.frontend.runs.run import JSON_COLUMNS, Limits, Run, RunFilter, storable
+from nbengine.frontend.runs.run import JSON_COLUMNS, FoundScores, Limits, Run, RunFilter, json_text, storable
 from nbengine.frontend.runs.schema import STEPS, Steps
 
 _AT_ONCE = 500
@@ -39,26 +39,25 @@ class RunStore:
         """Return the path of the file."""
         return self._file.path
 
-    def add(self, runs: Sequence[Run], limits: Limits) -> None:
-        """Add runs, all of them or none, and remove the oldest ones beyond the limits.
+    def add(self, runs: Sequence[Run], limits: Limits) -> list[int]:
+        """Add runs, all of them or none, and remove the oldest ones beyond the limits; return the runs' numbers.
 
         Raises:
             NBEngineError: the file cannot be written; the message says why.
         """
         rows = [run.values() for run in runs]
 
-        def insert(connection: sqlite3.Connection) -> bool:
+        def insert(connection: sqlite3.Connection) -> tuple[list[int], bool]:
             connection.execute("BEGIN IMMEDIATE")
-            for row in rows:
-                names = ", ".join(row)
-                places = ", ".join(f":{name}" for name in row)
-                connection.execute(f"INSERT INTO runs ({names}) VALUES ({places})", row)
+            numbers = [_insert(connection, row) for row in rows]
             has_pruned = _prune(connection, limits)
             connection.execute("COMMIT")
-            return has_pruned
+            return numbers, has_pruned
 
-        if self._file.do("kept", insert, makes_file=True):
+        numbers, has_pruned = self._file.do("kept", insert, makes_file=True)
+        if has_pruned:
             self._file.do("pruned", give_back)
+        return numbers
 
     def select(self, choice: RunFilter) -> list[dict[str, Any]]:
         """Return the runs that are chosen, the oldest first, as `Runs.rows` describes them.
@@ -121,15 +120,17 @@ class RunStore:
                 return row
         raise _missing(number)
 
-    def change(self, number: int, *, pinned: bool | None = None, note: str | None = None) -> None:
-        """Pin a run or let it go, or write its note.
+    def change(
+        self, number: int, *, pinned: bool | None = None, note: str | None = None, thumb: int | None = None
+    ) -> None:
+        """Pin a run or let it go, write its note, or give it a thumb: 1 is up, -1 down, 0 none.
 
         Raises:
             InvalidArgumentError: there is no such run.
             NBEngineError: the file cannot be written.
         """
         self.get(number)
-        given = {"pinned": pinned, "note": None if note is None else storable(note)}
+        given = {"pinned": pinned, "note": None if note is None else storable(note), "thumb": thumb}
         changes = {name: value for name, value in given.items() if value is not None}
 
         def update(connection: sqlite3.Connection) -> int:
@@ -141,31 +142,25 @@ class RunStore:
         if not self._file.do("changed", update):
             raise _missing(number)
 
-    def mark(
-        self, comparison: str, question: str, *, pinned: bool | None = None, thumb: int | None = None
-    ) -> int:
-        """Pin the runs of a question in a comparison or let them go, or note a thumb: 1 is up, -1 down, 0 none.
-
-        Returns:
-            The number of runs that were changed.
+    def score(self, found: Mapping[int, FoundScores]) -> None:
+        """Write the scores of runs by their numbers, all of them or none, in the place of those that they had.
 
         Raises:
             NBEngineError: the file cannot be written.
         """
-        changes = {
-            name: int(value) for name, value in (("pinned", pinned), ("thumb", thumb)) if value is not None
-        }
-        if not changes or not self.path.exists():
-            return 0
+        if not self.path.exists():
+            return
+        rows = [
+            (storable(json_text(each.scores)), storable(json_text(each.judged)), number)
+            for number, each in found.items()
+        ]
 
-        def update(connection: sqlite3.Connection) -> int:
-            names = ", ".join(f"{name} = ?" for name in changes)
-            return connection.execute(
-                f"UPDATE runs SET {names} WHERE question = ? AND question != '' AND comparison = ?",
-                (*changes.values(), question, comparison),
-            ).rowcount
+        def update(connection: sqlite3.Connection) -> None:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany("UPDATE runs SET scores = ?, judged = ? WHERE run = ?", rows)
+            connection.execute("COMMIT")
 
-        return self._file.do("changed", update)
+        self._file.do("changed", update)
 
     def forget(self, before: float | None = None) -> int:
         """Remove the runs that are not pinned, those asked before a `time.time()` or all; return their number.
@@ -187,6 +182,15 @@ class RunStore:
         gone = self._file.do("removed", delete)
         self._file.do("removed", give_back)
         return gone
+
+
+def _insert(connection: sqlite3.Connection, row: Mapping[str, Any]) -> int:
+    """Insert a run in the open transaction, and return its number."""
+    names = ", ".join(row)
+    places = ", ".join(f":{name}" for name in row)
+    number = connection.execute(f"INSERT INTO runs ({names}) VALUES ({places})", row).lastrowid
+    assert number is not None
+    return number
 
 
 def _prune(connection: sqlite3.Connection, limits: Limits) -> bool:
@@ -261,7 +265,8 @@ def _row(stored: sqlite3.Row) -> dict[str, Any]:
     row = {name: stored[name] for name in stored.keys() if name != "size"}  # noqa: SIM118 (a row iterates over values)
     row |= {name: json.loads(row[name]) for name in JSON_COLUMNS}
     row["pinned"] = bool(row["pinned"])
-    return {**row, **{name: value for name, value in row["settings"].items() if name not in row}}
+    more = {**row["scores"], **row["settings"]}
+    return {**row, **{name: value for name, value in more.items() if name not in row}}
 
 
 def _missing(number: int) -> InvalidArgumentError:

@@ -7,9 +7,10 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 
 from nbengine.errors import NBEngineError
-from nbengine.frontend.runs.run import Limits, Run
+from nbengine.frontend.runs.run import FoundScores, KeptRun, Limits, Run
 from nbengine.frontend.runs.store import RunStore
 
 MOST_WAITING = 10_000
@@ -29,7 +30,9 @@ class RunWriter:
         self.store = store
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._waiting: list[Run] = []
+        self._waiting: list[tuple[Run, KeptRun]] = []
+        self._scored: dict[KeptRun, FoundScores] = {}
+        """The scores that wait, of runs that were given before."""
         self._limits = Limits()
         self._is_writing = False
         self._num_lost = 0
@@ -37,20 +40,37 @@ class RunWriter:
         self._has_told = False
         _writers.add(self)
 
-    def keep(self, run: Run, limits: Limits) -> None:
-        """Have a run written soon, without waiting for the disk; `limits` hold for the store from now on."""
+    def keep(self, run: Run, limits: Limits) -> KeptRun:
+        """Have a run written soon, without waiting for the disk, and return what will have its number.
+
+        `limits` hold for the store from now on.
+        """
+        kept = KeptRun()
         # The child of a fork repeats what the notebook does: its runs are not the user's.
         if os.getpid() != self._pid:
-            return
+            return kept
         with self._changed:
             if len(self._waiting) >= MOST_WAITING:
                 self._note_loss(1, "the disk takes too long")
-                return
-            self._waiting.append(run)
+                return kept
+            self._waiting.append((run, kept))
             self._limits = limits
-            if self._is_writing:
-                return
-            self._is_writing = True
+            has_thread, self._is_writing = self._is_writing, True
+        if not has_thread:
+            self._start()
+        return kept
+
+    def score(self, kept: KeptRun, found: FoundScores) -> None:
+        """Have the scores of a run written soon, in the place of those that it has; nothing where it is not kept."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._scored[kept] = found
+            has_thread, self._is_writing = self._is_writing, True
+        if not has_thread:
+            self._start()
+
+    def _start(self) -> None:
         thread = threading.Thread(target=self._write_all, name="nbengine-runs", daemon=True)
         try:
             thread.start()
@@ -73,7 +93,9 @@ class RunWriter:
             if not self._trouble or self._has_told:
                 return ""
             self._has_told = True
-            lost = "a run is" if self._num_lost == 1 else f"{self._num_lost:,} runs are"
+            lost = {0: "scores of runs are", 1: "a run is"}.get(
+                self._num_lost, f"{self._num_lost:,} runs are"
+            )
             return f"{lost} not kept: {self._trouble}"
 
     def _write_all(self) -> None:
@@ -87,14 +109,21 @@ class RunWriter:
 
     def _write_some(self) -> bool:
         """Write what waits; return False, and count as not writing, if that is nothing."""
+        scored: dict[KeptRun, FoundScores] = {}
         with self._changed:
             batch, self._waiting = self._waiting[:_MOST_AT_ONCE], self._waiting[_MOST_AT_ONCE:]
             limits = self._limits
             if not batch:
+                # Scores are of runs that were given before them, and that have their numbers by now.
+                scored, self._scored = self._scored, {}
+            if not batch and not scored:
                 self._end()
                 return False
         try:
-            self.store.add(batch, limits)
+            if batch:
+                self._add(batch, limits)
+            else:
+                self._score(scored)
         except NBEngineError as error:
             with self._changed:
                 self._note_loss(len(batch), str(error))
@@ -102,10 +131,24 @@ class RunWriter:
             with self._changed:
                 self._note_loss(len(batch), f"{type(error).__name__}: {error}")
             raise
-        else:
-            with self._changed:
-                self._num_lost, self._trouble, self._has_told = 0, "", False
         return True
+
+    def _add(self, batch: Sequence[tuple[Run, KeptRun]], limits: Limits) -> None:
+        numbers = self.store.add([run for run, _ in batch], limits)
+        for (_, kept), number in zip(batch, numbers, strict=True):
+            kept.number = number
+        self._note_success()
+
+    def _score(self, scored: Mapping[KeptRun, FoundScores]) -> None:
+        found = {kept.number: each for kept, each in scored.items() if kept.number is not None}
+        # A run that could not be kept has been told of, and takes its scores along.
+        if found:
+            self.store.score(found)
+            self._note_success()
+
+    def _note_success(self) -> None:
+        with self._changed:
+            self._num_lost, self._trouble, self._has_told = 0, "", False
 
     def _end(self) -> None:
         self._is_writing = False

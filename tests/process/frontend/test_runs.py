@@ -68,6 +68,9 @@ def test_a_writer_killed_at_any_moment_loses_nothing_that_was_kept(tmp_path: Pat
     assert is_sound(path)
     assert set(told) <= set(prompts(path))
     assert len(set(prompts(path))) == len(prompts(path))
+    for row in RunStore(path).select(RunFilter()):
+        number = int(row["prompt"].partition("-")[2])
+        assert row["scores"] == {"number": number} or (row["scores"] == {} and row["prompt"] not in told)
 
 
 def test_a_process_killed_before_its_first_run_leaves_a_store_that_others_use(tmp_path: Path) -> None:

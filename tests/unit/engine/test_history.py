@@ -280,6 +280,8 @@ def test_an_hour_of_seconds_and_a_day_of_tens_are_kept_and_no_more() -> None:
     assert [row["generation_tokens"] for row in fine.rows()] == list(range(HOUR, seconds))
     assert sum(row["generation_tokens"] for row in coarse.rows()) == seconds * (seconds - 1) // 2
     assert {row["seconds"] for row in coarse.rows()} == {10}
+    assert list(fine) == fine.rows()
+    assert (fine[0], fine[-1], len(fine)) == (fine.rows()[0], fine.rows()[-1], HOUR)
     assert history.num_bytes <= 1.07 * (ROWS[1] + seconds // 10) * ROW_BYTES
 
 

@@ -10,8 +10,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine import runs
 from nbengine.errors import RequestError
 from nbengine.widgets.grid.cells_widget import CellsWidget
+from nbengine.widgets.grid.widget import ScoresWidget
 from tests.unit.magics.conftest import FakeClient
-from tests.unit.magics.kernel_cells import run, until
+from tests.unit.magics.kernel_cells import publisher, run, until
 
 LINE = "%%generate --each words --temperature 0,1 -o grid{flags}\n{{words}}\n"
 
@@ -87,6 +88,49 @@ async def test_thumbs_are_in_the_rows_and_come_back_with_the_kept_runs(
     assert [row["thumb"] for row in kernel_shell.user_ns["grid"].rows()] == thumbs
 
 
+async def test_what_is_said_of_a_resumed_answer_is_kept_with_its_run(
+    kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
+) -> None:
+    await compared(kernel_shell, made)
+    made.clear()
+    cells = await compared(kernel_shell, made, flags=" --resume")
+    cells.ask({"kind": "thumb", "position": 1, "thumb": -1})
+    cells.ask({"kind": "pin", "position": 4, "pinned": True})
+    kept = [(row["thumb"], row["pinned"]) for row in runs().rows()]
+    assert kept == [(0, False), (-1, False), (0, False), (0, False), (0, True), (0, False)]
+    made.clear()
+    again = await compared(kernel_shell, made, flags=" --resume")
+    shown = [cell for row in again.widget.first_rows for cell in row["cells"]]
+    assert [(cell["thumb"], cell["pinned"]) for cell in shown] == kept
+
+
+async def test_the_same_question_asked_twice_has_a_run_for_each_answer(
+    kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
+) -> None:
+    kernel_shell.user_ns["words"] = ["w", "w"]
+    (await run(kernel_shell, LINE.format(flags=""))).raise_error()
+    cells = Cells(kernel_shell, made[0])
+    cells.ask({"kind": "pin", "position": 2, "pinned": True})
+    assert [row["pinned"] for row in runs().rows()] == [False, False, True, False]
+    cells.ask({"kind": "again", "position": 2})
+    await until(lambda: len(runs()) == 5)
+    # The pin stays with the answer that had it.
+    assert cells.grid.pinned == set()
+    cells.ask({"kind": "thumb", "position": 2, "thumb": 1})
+    kept = [(row["thumb"], row["pinned"]) for row in runs().rows()]
+    assert kept == [(0, False), (0, False), (0, True), (0, False), (1, False)]
+
+
+async def test_a_mark_without_a_run_is_no_mark_and_says_so(
+    kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
+) -> None:
+    cells = await compared(kernel_shell, made)
+    (await run(kernel_shell, "%runs clear --yes")).raise_error()
+    (message,) = cells.ask({"kind": "pin", "position": 0, "pinned": True})
+    assert "run must be the number of a kept run" in message["text"]
+    assert cells.grid.pinned == set()
+
+
 async def test_a_pin_keeps_the_run_of_the_cell_alone(
     kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
 ) -> None:
@@ -98,21 +142,63 @@ async def test_a_pin_keeps_the_run_of_the_cell_alone(
     assert not [row for row in runs().rows() if row["pinned"]]
 
 
-async def test_one_cell_is_asked_again_and_loses_what_was_said_of_its_old_answer(
+async def test_one_cell_is_asked_again_and_loses_what_a_person_has_said_of_its_old_answer(
     kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
 ) -> None:
-    kernel_shell.user_ns["size"] = lambda result, row: len(result.text)
-    cells = await compared(kernel_shell, made, flags=" --score size")
+    cells = await compared(kernel_shell, made)
     cells.ask({"kind": "thumb", "position": 3, "thumb": 1})
     engine.words = ["Other"]
     cells.ask({"kind": "again", "position": 3})
     await until(lambda: cells.grid[3].finished and cells.sent[-1]["cell"]["answers"] == ["Other"])
     assert [result.text for result in cells.grid] == ["Hello world"] * 3 + ["Other"] + ["Hello world"] * 2
-    row = cells.grid.rows()[3]
-    assert (row["size"], row["text"]) == (None, "Other")
+    assert cells.grid.rows()[3]["text"] == "Other"
     assert cells.grid.thumbs == {}
     assert engine.requests[-1][0]["prompt"] == "<user>w1"
     assert engine.requests[-1][1].temperature == 1
+
+
+async def test_an_answer_that_was_asked_again_is_scored_and_the_means_follow(
+    kernel_shell: InteractiveShell,
+    engine: FakeClient,
+    made: list[CellsWidget],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables: list[ScoresWidget] = []
+
+    class Recorded(ScoresWidget):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            tables.append(self)
+
+    monkeypatch.setattr("nbengine.widgets.grid.widget.ScoresWidget", Recorded)
+    kernel_shell.user_ns["size"] = lambda result, row: len(result.text)
+    cells = await compared(kernel_shell, made, flags=" --score size")
+    (table,) = tables
+    assert (table.order["size"], table.differing) == ([11.0] * 3, [False] * 3)
+    engine.words = ["Other"]
+    cells.ask({"kind": "again", "position": 3})
+    await until(lambda: table.differing == [False, True, False])
+    assert [row["size"] for row in cells.grid.rows()] == [11, 11, 11, 5, 11, 11]
+    assert table.order["size"] == [11.0, 8.0, 11.0]
+    assert [row["cells"] for row in table.summary["rows"]] == [
+        ["11 (11 to 11), n 3"],
+        ["9 (0.395 to 17.6), n 3"],
+    ]
+    assert cells.sent[-1]["cell"]["scores"] == [["size: 5", ""]]
+    table.view.close()
+    assert "9 (0.395 to 17.6)" in publisher(kernel_shell).outputs()[0]["text/plain"]
+
+
+async def test_a_judge_of_pairs_compares_a_new_answer_with_those_of_other_settings(
+    kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
+) -> None:
+    engine.turns = [["one"], ["two"], ["A"], ["B"]]
+    cells = await compared(kernel_shell, made, 1, " --judge better --pairwise")
+    assert [row["judge"] for row in cells.grid.rows()] == [1.0, 0.0]
+    engine.turns = [["new"], ["A"], ["B"]]
+    cells.ask({"kind": "again", "position": 1})
+    await until(lambda: {message["position"] for message in cells.sent[-2:]} == {0, 1})
+    assert [(row["text"], row["judge"]) for row in cells.grid.rows()] == [("one", 0.0), ("new", 1.0)]
 
 
 async def test_what_the_engine_refuses_is_told_in_the_page(

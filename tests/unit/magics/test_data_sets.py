@@ -217,6 +217,72 @@ def test_kept_answers_are_scored_with_the_others(
     assert [row["size"] for row in shell.user_ns["grid"].rows()] == [len("Hello world")] * 6
 
 
+def questions(engine: FakeClient) -> int:
+    """Count what a judge was asked since the last time."""
+    number = sum(params.structured_outputs is not None for _, params in engine.requests)
+    engine.requests.clear()
+    return number
+
+
+def test_scores_are_kept_with_the_runs_and_a_judge_is_asked_again_only_what_is_new(
+    shell: InteractiveShell, engine: FakeClient, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns |= {"words": words[:2], "size": lambda result, row: len(result.text)}
+    engine.turns = [["a"], ["bc"], ["4"], ["2"]]
+    compare(shell, " --score size --judge kind")
+    assert questions(engine) == 2
+    assert [row["scores"] for row in runs()] == [{"size": 1, "judge": 4}, {"size": 2, "judge": 2}]
+    assert [(row["size"], row["judge"]) for row in runs()] == [(1, 4), (2, 2)]
+    capsys.readouterr()
+    shell.run_cell("%runs show 1").raise_error()
+    assert "\nscores: size 1, judge 4\n" in capsys.readouterr().out
+
+    # As after a restart: the answers, and what the judge has said of them, are known by the store alone.
+    shell.user_ns["words"] = words[:3]
+    engine.turns = [["new"], ["5"]]
+    compare(shell, " --resume --judge kind")
+    assert questions(engine) == 1
+    assert [row["judge"] for row in shell.user_ns["grid"].rows()] == [4, 2, 5]
+    # Scores that this line does not ask for stay.
+    assert [row["scores"] for row in runs()] == [
+        {"size": 1, "judge": 4},
+        {"size": 2, "judge": 2},
+        {"judge": 5},
+    ]
+    # Another question is asked, and what the judge could not say is asked again.
+    engine.turns = [["1"], ["x"], ["3"]]
+    compare(shell, " --resume --judge polite")
+    assert questions(engine) == 3
+    engine.turns = [["2"]]
+    compare(shell, " --resume --judge polite")
+    assert questions(engine) == 1
+    assert [row["judge"] for row in shell.user_ns["grid"].rows()] == [1, 2, 3]
+
+
+def test_a_judge_of_pairs_is_not_asked_again_about_answers_that_are_kept(
+    shell: InteractiveShell, engine: FakeClient
+) -> None:
+    line = "%%generate --temperature 0.2,0.5,1 -n 2 -o grid --judge better --pairwise{flags}\nhi"
+    engine.turns = [["a"], ["b"], ["c"], *[["A"], ["B"]] * 6]
+    shell.run_cell(line.format(flags="")).raise_error()
+    assert questions(engine) == 12
+    judged = [row["judge"] for row in shell.user_ns["grid"].rows()]
+    assert [row["scores"]["judge"] for row in runs()] == [judged[:2], judged[2:4], judged[4:]]
+    shell.run_cell(line.format(flags=" --resume")).raise_error()
+    assert engine.requests == []
+    assert [row["judge"] for row in shell.user_ns["grid"].rows()] == judged
+
+
+def test_where_no_runs_are_kept_no_scores_are(
+    shell: InteractiveShell, engine: FakeClient, words: list[str]
+) -> None:
+    compare(shell)
+    shell.user_ns["size"] = lambda result, row: len(result.text)
+    shell.run_cell("%config NBEngine.keep_runs = False").raise_error()
+    compare(shell, " --score size")
+    assert [row["scores"] for row in runs()] == [{}] * 6
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -150,3 +150,29 @@ def test_an_engine_that_died_leaves_the_kernel_its_own_answers(
         shell.user_ns["_"].result(60)
     engine.die()
     assert "last words" in said(shell, "%engine recover", capsys)
+
+
+def test_after_the_engine_s_end_answers_come_from_the_kept_runs_of_the_notebook(
+    shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("JPY_SESSION_NAME", "/other.ipynb")
+    said(shell, "%generate of another notebook", capsys)
+    monkeypatch.setenv("JPY_SESSION_NAME", "/mine.ipynb")
+    said(shell, "%generate the first", capsys)
+    engine.words = ["Good", "bye"]
+    said(shell, "%generate -n 2 second", capsys)
+    said(shell, "%engine stop", capsys)
+    # As after a restart of the kernel.
+    shell.magics_manager.registry["EngineMagics"]._session.ongoing.answers.clear()
+    answer = said(shell, "%engine recover -o again", capsys)
+    assert "of engine 'random-tiny' · complete\n> second\n" in answer
+    assert "the first" not in answer
+    assert "from the kept runs, since neither this kernel nor an engine has an answer" in answer
+    assert [output.text for output in shell.user_ns["again"].outputs] == ["Goodbye", "Goodbye"]
+    listed = said(shell, "%engine recover -l", capsys).splitlines()
+    assert [line.split()[-1] for line in listed[1:3]] == ["run-3", "run-2"]
+    assert " 4 " in listed[1]
+    assert "> the first\nHello world\n" in said(shell, "%engine recover run-2", capsys)
+    assert "nothing has been kept" in said(shell, "%engine recover --session other", capsys)
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    assert "no engine runs" in said(shell, "%engine recover", capsys)

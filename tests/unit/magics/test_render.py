@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.magics.generation.render import answer_bundle, answers_bundle, footer_of, indented_json
+from nbengine.magics.generation.render import CARET, answer_bundle, answers_bundle, footer_of, indented_json
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nbengine.units import size
@@ -101,6 +101,28 @@ def test_the_footer_of_several_answers_counts_all_tokens_and_those_that_hit_the_
     assert footer_of(result_of("stop", "stop")) == "6 tokens · finished"
     assert footer_of(result_of("stop", "length", "length")) == "2 of 3 stopped at the limit · 9 tokens"
     assert footer_of(result_of("stop", "abort")) == "ended early · 6 tokens"
+
+
+@pytest.mark.parametrize(
+    ("output_format", "text", "shown"),
+    [
+        ("json", '{"a": ', f"{{\n  &quot;a&quot;:{CARET}</pre>"),
+        ("code", "```python\nx = 1", "```python\nx = 1▍\n```"),
+        ("markdown", "so **far", "so **far▍"),
+        ("markdown", "```\nx = 1", "```\nx = 1▍\n```"),
+        ("markdown", "```\nx = 1\n```", "```\nx = 1\n```"),
+        ("markdown", "text\n\n- ", "text\n\n- "),
+        ("markdown", "text\n", "text\n▍"),
+    ],
+)
+def test_an_answer_that_is_being_written_has_a_caret_in_every_format(
+    output_format: str, text: str, shown: str
+) -> None:
+    bundle = answer_bundle(text, output_format, complete=False)
+    assert "▍" not in bundle.pop("text/plain")
+    ((_, rich),) = bundle.items()
+    assert rich.endswith(shown)
+    assert "▍" not in "".join(answer_bundle(text, output_format).values())
 
 
 @pytest.mark.parametrize("output_format", ["text", "json", "markdown", "code"])

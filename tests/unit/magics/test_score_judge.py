@@ -17,6 +17,7 @@ from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.scores.asking import Questions
 from nbengine.magics.scores.judging import grade_request, pair_request
 from nbengine.magics.scores.scorers import JudgePrompt, Row
+from nbengine.magics.scores.table import Scores
 from nbengine.outputs import CompletionOutput, RequestOutput
 from nbengine.sampling_params import StructuredOutputsParams
 from tests.unit.magics.conftest import FakeBackend, FakeClient
@@ -202,7 +203,7 @@ async def test_an_interrupt_of_a_judge_of_pairs_ends_its_requests(
 
 
 def test_questions_are_aborted_though_another_thread_ends_them_meanwhile() -> None:
-    questions: Questions[int] = Questions(["A", "B"], [], [], None)  # type: ignore[arg-type]
+    questions: Questions[int] = Questions(["A", "B"], [], [], None, Scores())  # type: ignore[arg-type]
     aborted: list[int] = []
 
     def asked(number: int) -> Any:

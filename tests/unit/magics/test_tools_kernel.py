@@ -58,7 +58,7 @@ async def test_a_call_that_is_being_written_is_named(
     await until(lambda: bool(engine.collectors))
     engine.emit(CALL[:50])
     messages = publisher(kernel_shell).messages
-    await until(lambda: any("[calling look …]" in data["text/plain"] for _, data, _ in messages))
+    await until(lambda: any("[calling look … · 1 token" in data["text/plain"] for _, data, _ in messages))
     engine.emit(CALL[50:], "stop")
     await until(lambda: len(engine.collectors) == 2)
     engine.emit("Nothing.", "stop")

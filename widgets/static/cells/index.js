@@ -1,8 +1,10 @@
 // The grid of a comparison: rows are asked for as they come into sight, and drawn while they are in sight.
 // widgets/grid/cells_widget.py describes the messages. Texts go into text nodes and attributes only.
+import { send } from "../common/send.js";
 import { control, element } from "./dom.js";
 
 const ROWS_AT_ONCE = 40;
+const LATE_MS = 2000;
 const NO_KERNEL = "No kernel answers: run the cell again.";
 const THUMBS = [
   [1, "good", "a thumb up for this answer"],
@@ -16,6 +18,7 @@ class Grid {
     this.rows = new Map(model.get("first_rows").map((row) => [row.row, row]));
     this.cells = new Map();
     this.asked = new Set();
+    this.isAlone = false; // no kernel has answered: what the page has is all there is
     this.drawn = 0;
     this.chosen = null;
     this.root = element("div", "nbc mathjax_ignore tex2jax_ignore");
@@ -40,6 +43,7 @@ class Grid {
   }
 
   close() {
+    clearTimeout(this.late);
     this.observer.disconnect();
     this.model.off("msg:custom", this.onMessage);
     this.root.remove();
@@ -81,27 +85,57 @@ class Grid {
     if (isInSight && !stays) this.more();
   }
 
-  // Draw the next rows, and ask for those that are not known.
+  // Draw the next rows, and ask for those that are not known; where no kernel answers, draw those that are.
   more() {
-    const wanted = this.order.slice(this.drawn, this.drawn + ROWS_AT_ONCE);
-    const missing = wanted.filter((number) => !this.rows.has(number) && !this.asked.has(number));
-    if (missing.length) {
-      for (const number of missing) this.asked.add(number);
-      this.model.send({ kind: "rows", rows: missing });
-    }
+    const isKnown = (number) => this.rows.has(number);
+    const rows = this.isAlone ? this.order.filter(isKnown) : this.order;
+    const wanted = rows.slice(this.drawn, this.drawn + ROWS_AT_ONCE);
+    const missing = (this.isAlone ? this.order : wanted).filter((number) => !isKnown(number) && !this.asked.has(number));
+    if (missing.length) this.ask(missing.slice(0, ROWS_AT_ONCE));
     let number = wanted.shift();
     while (number !== undefined && this.rows.has(number)) {
       this.draw(this.rows.get(number));
       this.drawn += 1;
       number = wanted.shift();
     }
-    const left = this.order.length - this.drawn;
+    const left = rows.length - this.drawn;
     this.end.textContent = `${left.toLocaleString("en")} more rows`;
     this.end.hidden = left === 0;
     // What is still in sight has room for more: the observer tells it once only.
     this.isFresh = true;
     this.observer.unobserve(this.end);
     if (left) this.observer.observe(this.end);
+  }
+
+  ask(rows) {
+    const isSent = send(this.model, { kind: "rows", rows });
+    if (this.isAlone) return;
+    for (const number of rows) this.asked.add(number);
+    clearTimeout(this.late);
+    this.late = setTimeout(() => this.unanswered(), isSent ? LATE_MS : 0);
+  }
+
+  unanswered() {
+    this.isAlone = true;
+    this.asked.clear();
+    const missing = this.order.filter((number) => !this.rows.has(number)).length;
+    this.say(`No kernel answers, and ${missing.toLocaleString("en")} rows are not in this page: run the cell again.`);
+    this.more();
+  }
+
+  take(rows) {
+    for (const row of rows) {
+      this.rows.set(row.row, row);
+      this.asked.delete(row.row);
+    }
+    if (!this.asked.size) clearTimeout(this.late);
+    if (!this.isAlone) {
+      this.more();
+      return;
+    }
+    this.isAlone = false;
+    this.say("");
+    this.arrange(this.order);
   }
 
   draw(row) {
@@ -191,8 +225,7 @@ class Grid {
   }
 
   send(message) {
-    this.say(this.model.comm_live === false ? NO_KERNEL : "");
-    this.model.send(message);
+    this.say(send(this.model, message) ? "" : NO_KERNEL);
   }
 
   say(text) {
@@ -201,11 +234,7 @@ class Grid {
 
   receive(message) {
     if (message.kind === "rows") {
-      for (const row of message.rows) {
-        this.rows.set(row.row, row);
-        this.asked.delete(row.row);
-      }
-      this.more();
+      this.take(message.rows);
     } else if (message.kind === "cell") {
       this.change(message);
     } else if (message.kind === "diff") {

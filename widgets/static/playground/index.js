@@ -1,9 +1,11 @@
 // The playground: a prompt with its variables, asked with two settings; widgets/playground/widget.py has the messages.
+import { send } from "../common/send.js";
 import { button, copy, element, keepKeys } from "./dom.js";
 import { Side } from "./side.js";
 
 const READ_MS = 200;
 const SAVE_MS = 400;
+const NO_KERNEL = "The kernel does not answer: run the cell again.";
 const NAMES = ["A", "B"];
 
 let playgrounds = 0;
@@ -19,7 +21,7 @@ class View {
     this.onMessage = (message) => this.receive(message);
     model.on("msg:custom", this.onMessage);
     model.get("answers").forEach((answer) => this.sides[answer.side]?.take({ ...answer, running: false }));
-    model.send({ kind: "hello" });
+    this.send({ kind: "hello" });
   }
 
   build(el) {
@@ -42,7 +44,7 @@ class View {
     this.editor.addEventListener("input", () => {
       this.state.text = this.editor.value;
       this.changed();
-      this.later("read", READ_MS, () => this.model.send({ kind: "read", text: this.state.text }));
+      this.later("read", READ_MS, () => this.send({ kind: "read", text: this.state.text }));
     });
     this.complaint = element("div", "nbp-error", { role: "alert" });
     this.fields = element("div", "nbp-variables");
@@ -56,12 +58,16 @@ class View {
       {},
       element("label", "nbp-label", { for: `${this.prefix}-text` }, "prompt"),
       this.name,
-      button("nbp-keep", "keep", () => this.model.send({ kind: "keep", state: this.state }), { title: "as %%prompt does" }),
+      button("nbp-keep", "keep", () => this.send({ kind: "keep", state: this.state }), { title: "as %%prompt does" }),
       button("nbp-both", "▶ Run both", () => this.runBoth(), { title: "Ctrl+Enter" }),
     );
     const sides = element("div", "nbp-sides", {}, ...this.sides.map((side) => side.root));
     this.root.append(head, this.editor, this.complaint, this.fields, this.notice, sides, this.code);
     el.append(this.root);
+  }
+
+  send(content) {
+    if (!send(this.model, content)) this.tell(NO_KERNEL, true);
   }
 
   later(name, delay, action) {

@@ -36,7 +36,7 @@ export class Side {
     this.answers = element("div", "nbp-answers mathjax_ignore tex2jax_ignore", { "aria-label": `answers of side ${name}`, role: "group" });
     this.footer = element("span", "nbp-footer", { role: "status" });
     this.error = element("div", "nbp-error", { role: "alert" });
-    const ask = (kind) => view.model.send({ kind, side: number, state: view.state });
+    const ask = (kind) => view.send({ kind, side: number, state: view.state });
     const foot = element(
       "div",
       "nbp-row",
@@ -57,18 +57,18 @@ export class Side {
   }
 
   run() {
-    this.view.model.send({ kind: "run", side: this.number, state: this.view.state });
+    this.view.send({ kind: "run", side: this.number, state: this.view.state });
   }
 
   stop() {
-    this.view.model.send({ kind: "stop", side: this.number });
+    this.view.send({ kind: "stop", side: this.number });
   }
 
   // Take what the kernel tells; pieces that do not follow what is here are asked for again.
   take({ running, start, texts, footer, error }) {
     const follows = start.every((at, index) => at === 0 || at === (this.texts[index] ?? "").length);
     if (!follows) {
-      this.view.model.send({ kind: "hello" });
+      this.view.send({ kind: "hello" });
       return;
     }
     this.texts = texts.map((text, index) => (start[index] ? this.texts[index] + text : text));

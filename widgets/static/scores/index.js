@@ -3,6 +3,8 @@
 const NEXT = { none: "descending", descending: "ascending", ascending: "none" };
 const SIGNS = { none: "↕", descending: "↓", ascending: "↑" };
 const WORDS = { descending: "highest first", ascending: "lowest first" };
+const CHANGED = "Scores have changed since the rows were chosen.";
+const DATA = ["change:summary", "change:order", "change:differing"];
 const GONE = "The grid is not on this page: run the cell again.";
 
 function element(tag, className, attributes = {}, text = "") {
@@ -27,22 +29,40 @@ class View {
     this.root = element("div", "nbs");
     this.root.append(this.table(), this.filter(), this.statusLine());
     el.append(this.root);
+    this.onChange = () => this.changed();
+    for (const name of DATA) model.on(name, this.onChange);
+  }
+
+  remove() {
+    for (const name of DATA) this.model.off(name, this.onChange);
+    this.root.remove();
   }
 
   table() {
-    const { scores, rows, note } = this.model.get("summary");
+    const { scores, note } = this.model.get("summary");
     const table = element("table", "nbs-table mathjax_ignore tex2jax_ignore");
     const head = element("tr");
     head.append(element("th", "", { scope: "col" }, "setting"), ...scores.map((name) => this.head(name)));
     table.createTHead().append(head);
-    const body = table.createTBody();
-    for (const { label, cells } of rows) {
-      const row = element("tr");
-      row.append(element("th", "", { scope: "row" }, label), ...cells.map((text) => element("td", "", {}, text)));
-      body.append(row);
-    }
+    this.body = table.createTBody();
+    this.fill();
     table.prepend(element("caption", "nbs-note", {}, note));
     return table;
+  }
+
+  fill() {
+    this.body.replaceChildren();
+    for (const { label, cells } of this.model.get("summary").rows) {
+      const row = element("tr");
+      row.append(element("th", "", { scope: "row" }, label), ...cells.map((text) => element("td", "", {}, text)));
+      this.body.append(row);
+    }
+  }
+
+  // An answer that was asked again has its scores. The rows of the grid stay: nothing moves under the pointer.
+  changed() {
+    this.fill();
+    if (this.direction !== "none" || this.only.checked) this.status.textContent = CHANGED;
   }
 
   head(name) {
@@ -130,6 +150,6 @@ class View {
 export default {
   render({ model, el }) {
     const view = new View(model, el);
-    return () => view.root.remove();
+    return () => view.remove();
   },
 };

@@ -1,4 +1,5 @@
 // The widget that shows the tokens of answers; widgets/tokens/widget.py describes the messages.
+import { send } from "../common/send.js";
 import { element, inNextLine, keepKeys } from "./dom.js";
 import { makeLegend, nextUncertain } from "./legend.js";
 import { Popover } from "./popover.js";
@@ -148,14 +149,8 @@ class View {
     this.send({ kind: "hello" });
   }
 
-  // Send a message; false if nothing can be sent: a notebook takes a widget's comm away when the kernel is restarted.
   send(content) {
-    try {
-      this.model.send(content);
-      return true;
-    } catch {
-      return false;
-    }
+    return send(this.model, content);
   }
 
   // Send a request, and say so if the kernel does not answer.

@@ -16,7 +16,7 @@ import pytest
 from runs_made import made_run
 
 from nbengine.errors import InvalidArgumentError, NBEngineError
-from nbengine.frontend.runs.run import Limits, Run, RunFilter
+from nbengine.frontend.runs.run import FoundScores, Limits, Run, RunFilter
 from nbengine.frontend.runs.schema import STEPS, bring_up_to_date
 from nbengine.frontend.runs.store import RunStore
 
@@ -267,6 +267,24 @@ def test_a_store_of_the_first_version_can_be_read_and_written(store: RunStore, p
     assert (first["prompt"], first["text"], first["temperature"]) == ("why is the sky blue?", "because", 0.5)
     assert (second["pinned"], second["note"], second["messages"][0]["role"]) == (True, "the best", "system")
     assert (third["run"], third["prompt"]) == (3, "of now")
+    store.score({1: FoundScores({"short": True}, {})})
+    assert [row["scores"] for row in store.select(ALL)] == [{"short": True}, {}, {}]
+
+
+def test_scores_come_to_their_runs_and_those_of_a_run_that_has_gone_nowhere(
+    store: RunStore, path: Path
+) -> None:
+    store.score({1: FoundScores({"early": 1}, {})})
+    assert not path.exists()
+    store.add([made_run(settings={"temperature": 0.5}), made_run()], NO_LIMITS)
+    found = FoundScores({"good": [0.5, None], "temperature": 3, "half \ud83d": True}, {"digest": "4"})
+    store.score({2: FoundScores({"good": False}, {}), 1: found, 9: found})
+    first, second = store.select(ALL)
+    assert first["scores"] == found.scores
+    assert (first["judged"], first["good"], first["temperature"]) == ({"digest": "4"}, [0.5, None], 0.5)
+    assert (second["scores"], second["good"], second["judged"]) == ({"good": False}, False, {})
+    store.score({2: FoundScores({"other": 1}, {})})
+    assert store.get(2)["scores"] == {"other": 1}
 
 
 def of_a_newer_version(path: Path) -> None:

@@ -16,7 +16,7 @@ from runs_made import made_run
 import nbengine
 from nbengine.errors import InvalidArgumentError, NBEngineError, NotSupportedError
 from nbengine.frontend.runs import kept, writer
-from nbengine.frontend.runs.run import Limits, Run, RunFilter
+from nbengine.frontend.runs.run import FoundScores, KeptRun, Limits, Run, RunFilter
 from nbengine.frontend.runs.store import RunStore
 from nbengine.frontend.runs.writer import RunWriter
 
@@ -31,23 +31,45 @@ class HeldStore(RunStore):
         self.released = threading.Event()
         self.begun = threading.Event()
 
-    def add(self, runs: Sequence[Run], limits: Limits) -> None:
+    def add(self, runs: Sequence[Run], limits: Limits) -> list[int]:
         self.begun.set()
         assert self.released.wait(60)
-        super().add(runs, limits)
+        return super().add(runs, limits)
 
 
 def test_keeping_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     store = HeldStore(tmp_path / "runs.sqlite")
     kept_by = RunWriter(store)
-    for number in range(1200):
-        kept_by.keep(made_run(prompt=str(number)), LIMITS)
+    kept = [kept_by.keep(made_run(prompt=str(number)), LIMITS) for number in range(1200)]
+    assert kept[0].number is None
     assert store.begun.wait(60)
     assert not kept_by.flush(0.0)
     store.released.set()
     assert kept_by.flush()
     assert [row["prompt"] for row in store.select(RunFilter())] == list(map(str, range(1200)))
+    assert [each.number for each in kept] == list(range(1, 1201))
     assert kept_by.take_trouble() == ""
+
+
+def test_scores_are_written_behind_their_runs_and_the_last_ones_stay(tmp_path: Path) -> None:
+    store = HeldStore(tmp_path / "runs.sqlite")
+    kept_by = RunWriter(store)
+    kept = [kept_by.keep(made_run(), LIMITS) for _ in range(3)]
+    for number, each in enumerate(kept[:2]):
+        kept_by.score(each, FoundScores({"score": -1}, {}))
+        kept_by.score(each, FoundScores({"score": number}, {"question": "4"}))
+    # One that nobody has kept.
+    kept_by.score(KeptRun(), FoundScores({"score": 9}, {}))
+    store.released.set()
+    assert kept_by.flush()
+    assert [row["scores"] for row in store.select(RunFilter())] == [{"score": 0}, {"score": 1}, {}]
+    kept_by.score(kept[2], FoundScores({"score": 2}, {}))
+    assert kept_by.flush()
+    assert store.get(3)["score"] == 2
+    store.path.write_text("something else " * 100)
+    kept_by.score(kept[2], FoundScores({"score": 3}, {}))
+    assert kept_by.flush()
+    assert kept_by.take_trouble().startswith("scores of runs are not kept: the runs in ")
 
 
 def test_a_disk_that_takes_nothing_for_long_costs_a_bounded_memory(
@@ -70,7 +92,7 @@ def test_trouble_is_told_once_until_runs_are_kept_again(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.write_text("a file")
     kept_by = RunWriter(RunStore(place / "runs.sqlite"))
-    kept_by.keep(made_run(), LIMITS)
+    kept_by.score(kept_by.keep(made_run(), LIMITS), FoundScores({"lost": "with its run"}, {}))
     kept_by.flush()
     assert kept_by.take_trouble().startswith("a run is not kept: the runs in ")
     for _ in range(2):
@@ -95,7 +117,7 @@ def test_an_error_that_nobody_expects_ends_the_thread_and_holds_nobody_up(
     monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
 
     class Broken(RunStore):
-        def add(self, runs: Sequence[Run], limits: Limits) -> None:
+        def add(self, runs: Sequence[Run], limits: Limits) -> list[int]:
             raise ZeroDivisionError("by nothing")
 
     kept_by = RunWriter(Broken(tmp_path / "runs.sqlite"))

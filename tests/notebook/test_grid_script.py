@@ -1,0 +1,118 @@
+"""The scripts of a grid, of its scores and of the playground, in a page whose kernel answers or has gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from chromium import needs_chromium
+from dashboard_page import ADDRESS, MODELS
+from notebook_support.bare import BarePages
+from playwright.sync_api import Page, expect
+
+from nbengine.widgets.scripts import bundled, stylesheet
+
+GONE = "void (Model.prototype.send = () => { throw new Error('Cannot send'); })"
+NO_KERNEL = "No kernel answers, and 80 rows are not in this page: run the cell again."
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture
+def page(bare_pages: BarePages) -> Iterator[Page]:
+    """A page with widgets, of which no script may fail."""
+    page = bare_pages.take()
+    page.set_default_timeout(10_000)
+    styles = "".join(f"<style>{stylesheet(name)}</style>" for name in ("cells", "scores", "playground"))
+    text = f"<!doctype html><html lang=en><meta charset=utf-8>{styles}<body><div id=cells></div><script>{MODELS}</script>"
+    page.route(f"{ADDRESS}/**", lambda route: route.fulfill(body=text, content_type="text/html"))
+    page.goto(f"{ADDRESS}/")
+    yield page
+    failures = page.evaluate("failures")
+    bare_pages.give_back(page)
+    assert failures == []
+
+
+def mount(page: Page, name: str, **traits: Any) -> None:
+    page.evaluate(
+        """([script, traits]) => {
+            window.script = URL.createObjectURL(new Blob([script], { type: 'text/javascript' }));
+            return mount(traits);
+        }""",
+        [bundled(name), traits],
+    )
+
+
+def row(number: int) -> dict[str, Any]:
+    cell = {"answers": [f"answer {number}"], "error": "", "foot": "", "scores": [], "thumb": 0}
+    return {
+        "row": number,
+        "labels": [["word", f"w{number}"]],
+        "cells": [{**cell, "pinned": False, "code": False}],
+    }
+
+
+def drawn(page: Page) -> list[int]:
+    return [
+        int(number)
+        for number in page.locator("tr[data-row]").evaluate_all("rows => rows.map((r) => r.dataset.row)")
+    ]
+
+
+def show_grid(page: Page) -> None:
+    """Show a grid of 120 rows, of which the page has 40, and its table of scores."""
+    first = [row(number) for number in range(40)]
+    mount(page, "cells", grid="g", columns=[[]], num_rows=120, first_rows=first, foot=[])
+    summary = {"scores": ["size"], "rows": [{"label": "all", "cells": ["3"]}] * 2, "note": ""}
+    order = {"size": list(range(120))}
+    mount(
+        page,
+        "scores",
+        grid="g",
+        summary=summary,
+        order=order,
+        differing=[number < 3 for number in range(120)],
+    )
+
+
+def test_without_a_kernel_a_grid_sorts_and_filters_the_rows_that_it_has(page: Page) -> None:
+    page.evaluate(GONE)
+    show_grid(page)
+    page.get_by_role("button", name="size").click()
+    expect(page.locator(".nbc").get_by_role("status")).to_have_text(NO_KERNEL)
+    assert drawn(page) == list(range(39, -1, -1))
+    page.get_by_role("checkbox").check()
+    assert drawn(page) == [2, 1, 0]
+    page.get_by_title("ask this again").first.click()
+    expect(page.locator(".nbc").get_by_role("status")).to_have_text("No kernel answers: run the cell again.")
+    # A kernel that answers after all brings the rest.
+    page.get_by_role("checkbox").uncheck()
+    page.evaluate("delete Model.prototype.send")
+    page.evaluate("(rows) => models[0].deliver({ kind: 'rows', rows }, [])", [row(n) for n in range(40, 120)])
+    assert drawn(page) == list(range(119, 79, -1))
+
+
+def test_scores_that_change_are_shown_and_move_no_row(page: Page) -> None:
+    show_grid(page)
+    page.evaluate("models[1].set('order', { size: Array.from({ length: 120 }, (_, n) => -n) })")
+    page.evaluate(
+        "models[1].set('summary', { ...models[1].get('summary'), rows: [{ label: 'all', cells: ['4'] }] })"
+    )
+    expect(page.locator(".nbs td")).to_have_text(["4"])
+    assert drawn(page) == list(range(40))
+    page.get_by_role("button", name="size").click()
+    assert drawn(page) == list(range(40))
+
+
+def test_a_playground_whose_kernel_has_gone_says_so(page: Page) -> None:
+    side = {"engine": "", "raw": False, "settings": {}}
+    state = {"name": "", "text": "hi", "values": {}, "sides": [side, side]}
+    mount(page, "playground", controls=[], state=state, answers=[])
+    notice = page.locator(".nbp-notice")
+    expect(notice).to_be_empty()
+    page.evaluate(GONE)
+    for name in ("keep", "▶ Run both", "insert as cell"):
+        page.evaluate("document.querySelector('.nbp-notice').textContent = ''")
+        page.get_by_role("button", name=name).first.click()
+        expect(notice).to_have_text("The kernel does not answer: run the cell again.")
