@@ -29,8 +29,8 @@ def tool_grammar(
 ) -> StructuredOutputsParams | None:
     """Make the grammar of an answer with calls; None if any text will do.
 
-    With "auto" there is a grammar only if a tool is strict: the text is free until a call begins. The grammar
-    is that of the text behind the reasoning, except for gpt-oss, whose reasoning it contains.
+    With "auto" there is a grammar only if a tool is strict or one call is to be the last: the text is free until a
+    call begins. The grammar is that of the text behind the reasoning, except for gpt-oss, whose reasoning it contains.
 
     Args:
         format: the format of the answer.
@@ -55,7 +55,7 @@ def tool_grammar(
         if not described:
             names = ", ".join(_tool(schema, strict=False).name for schema in tools) or "none is given"
             raise InvalidArgumentError("tool_choice", name, f"the name of a tool ({names})")
-    if tool_choice == "none" or (tool_choice == "auto" and not any(tool.is_strict for tool in described)):
+    if tool_choice == "none" or (tool_choice == "auto" and not _binds(format, described, parallel=parallel)):
         return None
     if not described:
         raise InvalidArgumentError("tool_choice", tool_choice, '"none" or "auto" without tools')
@@ -80,6 +80,13 @@ def tool_grammar(
     else:
         style.write_required(parallel=parallel and name is None)
     return StructuredOutputsParams(grammar=lark.text())
+
+
+def _binds(format: AnswerFormat, tools: Sequence[Tool], *, parallel: bool) -> bool:
+    """Tell whether an answer that may call tools must do it in some way."""
+    # Without a form of calls none is ever read, so that there are never several.
+    only_one = not parallel and bool(tools) and format.tools is not None
+    return only_one or any(tool.is_strict for tool in tools)
 
 
 def _named(tool_choice: ToolChoice) -> str | None:

@@ -136,6 +136,14 @@ async def test_auto_is_free_unless_a_tool_is_strict() -> None:
     assert bound is not None
 
 
+@pytest.mark.parametrize(("parallel", "is_bound"), [(None, False), (True, False), (False, True)])
+async def test_auto_is_bound_where_one_call_is_to_be_the_last(parallel: bool | None, is_bound: bool) -> None:
+    fake = await server(engine_of(ANSWER))
+    body = {"messages": HELLO, "tools": [WEATHER], "parallel_tool_calls": parallel}
+    assert (await call(fake.app, PATH, body)).status == 200
+    assert (fake.engine.asked[0][1].structured_outputs is not None) == is_bound
+
+
 async def test_with_none_the_model_is_told_of_no_tools() -> None:
     fake = await server(engine_of("Hello", tools=()))
     await call(fake.app, PATH, {"messages": HELLO, "tools": [WEATHER], "tool_choice": "none"})

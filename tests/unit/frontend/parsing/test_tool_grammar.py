@@ -182,6 +182,17 @@ def test_several_calls_come_only_if_they_may(tools: str, between: str) -> None:
     assert not allows(grammar_of(tools, "required", strict=True, parallel=False), text)
 
 
+@pytest.mark.parametrize("tools", TOOL_PARSERS)
+def test_with_auto_one_call_is_the_last_where_several_are_not_wanted(tools: str) -> None:
+    grammar = grammar_of(tools, "auto", parallel=False)
+    plain = "<|channel|>final<|message|>Just text." if tools == "gpt_oss" else "Just text."
+    call = written(tools, {"place": "x", "other": 1})
+    assert allows(grammar, plain)
+    assert allows(grammar, call)
+    for between in ("\n", "; ", ""):
+        assert not allows(grammar, between.join([call, call]))
+
+
 def test_the_reasoning_of_gpt_oss_may_come_in_front_of_its_call() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + written("gpt_oss", FULL)
     assert allows(grammar_of("gpt_oss", "required", strict=True), text)
@@ -210,6 +221,11 @@ def test_markers_that_are_tokens_of_their_own_may_come(tools: str, choice: str, 
 @pytest.mark.parametrize(("choice", "tools"), [("none", TOOLS), ("auto", TOOLS), ("auto", []), ("none", [])])
 def test_without_anything_to_enforce_there_is_no_grammar(choice: str, tools: list[dict[str, Any]]) -> None:
     assert tool_grammar(AnswerFormat(None, "hermes"), tools, choice) is None
+
+
+def test_no_grammar_keeps_calls_apart_that_are_never_read() -> None:
+    assert tool_grammar(AnswerFormat(), TOOLS, "auto", parallel=False) is None
+    assert tool_grammar(AnswerFormat(None, "hermes"), [], "auto", parallel=False) is None
 
 
 def test_one_strict_tool_is_enough_for_a_grammar_with_auto() -> None:
