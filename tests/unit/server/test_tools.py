@@ -144,6 +144,23 @@ async def test_auto_is_bound_where_one_call_is_to_be_the_last(parallel: bool | N
     assert (fake.engine.asked[0][1].structured_outputs is not None) == is_bound
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+async def test_a_format_of_the_answer_leaves_calls_possible(is_strict: bool) -> None:
+    fake = await server(engine_of(ANSWER))
+    tool = {**WEATHER, "function": {**WEATHER["function"], "strict": is_strict}}
+    schema = {"type": "object", "properties": {"degrees": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for choice in ("auto", "required", "none"):
+        body = {"messages": HELLO, "tools": [tool], "tool_choice": choice, "response_format": wanted}
+        assert (await call(fake.app, PATH, body)).status == 200
+    auto, required, none = (asked[1].structured_outputs for asked in fake.engine.asked)
+    assert "weather" in auto.grammar
+    assert "degrees" in auto.grammar
+    assert "weather" in required.grammar
+    assert "degrees" not in required.grammar
+    assert none.json == schema
+
+
 async def test_with_none_the_model_is_told_of_no_tools() -> None:
     fake = await server(engine_of("Hello", tools=()))
     await call(fake.app, PATH, {"messages": HELLO, "tools": [WEATHER], "tool_choice": "none"})
@@ -166,10 +183,7 @@ async def test_allowed_tools_are_those_that_the_model_is_told_of() -> None:
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
-        (
-            {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
+        ({"tools": [WEATHER], "structured_outputs": {"regex": "a+"}}, "structured_outputs"),
     ],
 )
 async def test_a_wrong_choice_is_refused(change: dict[str, Any], param: str) -> None:
