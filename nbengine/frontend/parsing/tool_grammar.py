@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nbengine.errors import InvalidArgumentError, NotSupportedError
-from nbengine.frontend.parsing.formats import AnswerFormat
+from nbengine.frontend.parsing.formats import HARMONY, AnswerFormat
 from nbengine.frontend.parsing.grammars.lark import WHITESPACE, Lark, Tool
 from nbengine.frontend.parsing.grammars.styles import STYLES
 from nbengine.frontend.parsing.schemas import ToolSchema
@@ -59,7 +59,8 @@ def tool_grammar(
         if not described:
             names = ", ".join(_tool(schema, strict=False).name for schema in tools) or "none is given"
             raise InvalidArgumentError("tool_choice", name, f"the name of a tool ({names})")
-    has_form = not parallel or answer is not None
+    # A call of gpt-oss ends its answer, so that there is never a second one.
+    has_form = answer is not None or not (parallel or format.tools == HARMONY)
     if tool_choice == "none" or (tool_choice == "auto" and not _binds(format, described, has_form=has_form)):
         return None
     if not described:
