@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from nbengine.outputs import UnreadableCall
+from nbengine.outputs import Logprob, UnreadableCall
 from nbengine.server.protocol.fields import SamplingFields
 
 
@@ -84,6 +84,7 @@ class UnusualChunkChoice(ChunkChoice, omit_defaults=True):
 
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class Chunk(msgspec.Struct):

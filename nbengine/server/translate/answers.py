@@ -38,8 +38,8 @@ class PlainText:
 class AnswerPart(msgspec.Struct, gc=False):
     """The new part of one completion; `index` counts completions, those of one prompt together.
 
-    `finish_reason` is "stop", "length" or "tool_calls", None while more comes. A part with `prompt_progress` has
-    nothing else: it comes before the answer.
+    `finish_reason` is "stop", "length" or "tool_calls", None while more comes. The first part has `prompt_logprobs`
+    where they are wanted. A part with `prompt_progress` has nothing else: it comes before the answer.
     """
 
     index: int
@@ -49,6 +49,7 @@ class AnswerPart(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_progress: PromptProgress | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class _Choice:
@@ -111,9 +112,11 @@ class AnswerReader:
         parts = []
         for completion in output.outputs:
             index = first + completion.index
+            prompt_logprobs = None
             choice = self._choices.get(index)
             if choice is None:
                 choice = self._choices[index] = _Choice(self._make_parser())
+                prompt_logprobs = self.first_outputs[prompt].prompt_logprobs
             reason = completion.finish_reason
             if reason == "abort":
                 raise ApiError(
@@ -135,7 +138,13 @@ class AnswerReader:
                 reason = "tool_calls"
             parts.append(
                 AnswerPart(
-                    index, deltas, completion.token_ids, completion.logprobs, reason, completion.stop_reason
+                    index,
+                    deltas,
+                    completion.token_ids,
+                    completion.logprobs,
+                    reason,
+                    completion.stop_reason,
+                    prompt_logprobs=prompt_logprobs,
                 )
             )
         return parts

@@ -15,7 +15,7 @@ from nbengine.frontend.parsing.deltas import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from nbengine.outputs import UnreadableCall
+from nbengine.outputs import Logprob, UnreadableCall
 from nbengine.server.events import HOLE, Frame, event
 from nbengine.server.protocol.chat import (
     Chunk,
@@ -78,7 +78,10 @@ class ChatChunks:
         chunks = []
         if part.index not in self._begun:
             self._begun.add(part.index)
-            first = ChunkChoice(part.index, Delta(role="assistant", content=self._form.echo))
+            opening = Delta(role="assistant", content=self._form.echo)
+            first = ChunkChoice(part.index, opening)
+            if part.prompt_logprobs is not None:
+                first = UnusualChunkChoice(part.index, opening, prompt_logprobs=part.prompt_logprobs)
             chunks.append(self._chunk([first], usage))
         delta = delta_of(part.deltas, reasoning=self._form.reasoning)
         top = self._form.top_logprobs
@@ -159,6 +162,7 @@ class _Message:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def add(self, delta: AnswerDelta) -> None:
         match delta:
@@ -198,6 +202,7 @@ class ChatCompletion:
         message.token_ids += part.token_ids
         message.finish_reason = part.finish_reason or message.finish_reason
         message.stop_reason = part.stop_reason if part.stop_reason is not None else message.stop_reason
+        message.prompt_logprobs = message.prompt_logprobs or part.prompt_logprobs
 
     def response(self, usage: Usage) -> dict[str, Any]:
         """Return the body of the response."""
@@ -234,4 +239,6 @@ class ChatCompletion:
         }
         if form.token_ids:
             choice["token_ids"] = message.token_ids
+        if message.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = message.prompt_logprobs
         return choice

@@ -187,6 +187,21 @@ async def test_log_probabilities_have_the_token_and_the_likeliest() -> None:
     assert [top["token"] for top in entry["top_logprobs"]] == ["é", "<0>"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompts_log_probabilities_come_once_with_each_choice(stream: bool) -> None:
+    fake = await server()
+    body = {"messages": HELLO, "prompt_logprobs": 1, "n": 2, "stream": stream}
+    for change, wanted in (({}, [0, 1]), ({"temperature": 0}, [0, 1]), ({"prompt_logprobs": None}, [])):
+        reply = await call(fake.app, PATH, {**body, **change})
+        parts = reply.events()[:-1] if stream else [reply.json()]
+        choices = [choice for part in parts for choice in part["choices"] if "prompt_logprobs" in choice]
+        assert [choice["index"] for choice in choices] == wanted
+        for choice in choices:
+            first, second, *_ = choice["prompt_logprobs"]
+            assert first is None
+            assert second == {str(ord("s")): {"logprob": -0.5, "rank": 1, "decoded_token": "s"}}
+
+
 async def test_logprobs_alone_name_no_others() -> None:
     fake = await server()
     reply = await call(fake.app, PATH, {"messages": HELLO, "logprobs": True})
