@@ -60,6 +60,12 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
     function: FunctionDelta | None = None
 
 
+class VoidCall(UnreadableCall, frozen=True, gc=False, omit_defaults=True):
+    """A call that cannot be read; `index` is that of its deltas, None if there were none."""
+
+    index: int | None = None
+
+
 class Delta(msgspec.Struct, omit_defaults=True):
     """The new parts of a completion in a chunk."""
 
@@ -67,7 +73,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
-    unreadable_tool_calls: list[UnreadableCall] | None = None
+    unreadable_tool_calls: list[VoidCall] | None = None
 
 
 class ChunkChoice(msgspec.Struct):

@@ -15,7 +15,7 @@ from nbengine.frontend.parsing.deltas import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from nbengine.outputs import Logprob, UnreadableCall
+from nbengine.outputs import Logprob
 from nbengine.server.events import HOLE, Frame, event
 from nbengine.server.protocol.chat import (
     Chunk,
@@ -26,6 +26,7 @@ from nbengine.server.protocol.chat import (
     FunctionDelta,
     ToolCallDelta,
     UnusualChunkChoice,
+    VoidCall,
 )
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.logprobs import chat_logprobs
@@ -116,20 +117,20 @@ class ChatChunks:
 def delta_of(deltas: Iterable[AnswerDelta], *, reasoning: bool = True) -> Delta | None:
     """Return what a chunk has of parts of an answer; None if there is nothing.
 
-    A call that turns out malformed comes as content, and with the reason; what was streamed of its arguments cannot be
-    taken back.
+    A call that turns out malformed comes as content, and with the reason. What was streamed of its arguments cannot be
+    taken back, so that its index comes, too.
     """
     content: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCallDelta] = []
-    unreadable: list[UnreadableCall] = []
+    unreadable: list[VoidCall] = []
     for delta in deltas:
         match delta:
             case ContentDelta(text=text):
                 content.append(text)
-            case MalformedCall(text=text, reason=reason):
+            case MalformedCall(text=text, reason=reason, index=index):
                 content.append(text)
-                unreadable.append(UnreadableCall(text, reason))
+                unreadable.append(VoidCall(text, reason, index))
             case ReasoningDelta(text=text):
                 thoughts.append(text)
             case ToolCallStarted(index=index, id=call_id, name=name):

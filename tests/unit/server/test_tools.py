@@ -91,6 +91,31 @@ async def test_a_call_that_cannot_be_read_is_content() -> None:
     assert "unreadable_tool_calls" not in good.json()["choices"][0]["message"]
 
 
+async def test_a_call_that_proves_unreadable_in_a_stream_is_named_by_its_index_and_may_come_back() -> None:
+    broken = '<tool_call>\n{"name": "weather", "arguments": {"city": Bern}}\n</tool_call>'
+    good = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    fake = await server(engine_of(broken + good))
+    body = {"messages": HELLO, "tools": [WEATHER]}
+    reply = await call(fake.app, PATH, {**body, "stream": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in reply.events()[:-1]]
+    [void] = [each for delta in deltas for each in delta.get("unreadable_tool_calls", ())]
+    assert (void["text"], void["index"]) == (broken, 0)
+    arguments = {0: "", 1: ""}
+    for part in (each for delta in deltas for each in delta.get("tool_calls", ())):
+        arguments[part["index"]] += part["function"].get("arguments", "")
+    assert json.loads(arguments[1]) == {"city": "Bern"}
+    calls = [
+        {"id": f"c{index}", "type": "function", "function": {"name": "weather", "arguments": text}}
+        for index, text in arguments.items()
+    ]
+    for content in (broken, None):
+        sent = [*HELLO, {"role": "assistant", "content": content, "tool_calls": calls}]
+        assert (await call(fake.app, PATH, {**body, "messages": sent})).status == 200
+        message = fake.engine.rendered[-1][0][1]
+        assert message["tool_calls"] == [calls[1]]
+        assert message["content"] == (content or arguments[0])
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 async def test_a_choice_that_asks_for_a_call_is_a_grammar(choice: Any) -> None:
     fake = await server(engine_of(ANSWER))
