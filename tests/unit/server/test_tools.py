@@ -51,6 +51,29 @@ async def test_reasoning_content_and_calls_are_apart() -> None:
     assert reply.json()["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("Where?")
 
 
+async def test_the_tokens_of_streamed_reasoning_are_counted_as_they_come() -> None:
+    engine = engine_of("")
+    engine.pieces = ["<think>", "ab", "c\n", "de", "fg", "</think>", "\n\n", "I look."]
+    encoded: list[str] = []
+
+    def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+        del add_special_tokens
+        encoded.append(text)
+        return list(map(ord, text))
+
+    engine.tokenizer.encode = encode  # type: ignore[method-assign, assignment]
+    fake = await server(engine)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": HELLO, "tools": [WEATHER], "stream": True, "stream_options": options}
+    reply = await call(fake.app, PATH, body)
+    counts = [
+        chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in reply.events()[:-1]
+    ]
+    assert list(dict.fromkeys(counts)) == [0, len("ab"), len("abc"), len("abc\nde"), len("abc\ndefg")]
+    # The line break is held back until more reasoning follows it.
+    assert encoded == ["c", "\nde"]
+
+
 @pytest.mark.parametrize("size", [1, 5, 1000])
 async def test_a_streamed_call_is_the_same_in_any_pieces(size: int) -> None:
     fake = await server(engine_of(ANSWER, size))
