@@ -288,6 +288,27 @@ async def test_unknown_fields_are_named_in_one_log_line(caplog: pytest.LogCaptur
     assert "aa_new" in record.getMessage()
 
 
+async def test_unknown_fields_of_objects_within_are_named_with_their_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = await server()
+    schema = {"name": "x", "schema": {"type": "object", "own": 1}, "strct": True}
+    body = {
+        "messages": [{**HELLO[0], "free": 1}],
+        "stream": True,
+        "stream_options": {"include_usge": True, "include_usage": True},
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    assert (await call(fake.app, PATH, body)).status == 200
+    [line] = [record.getMessage() for record in caplog.records if "unknown fields" in record.getMessage()]
+    assert line.endswith(": response_format.json_schema.strct, stream_options.include_usge")
+    caplog.clear()
+    wanted = {"format": {"type": "json_schema", "schema": {}}}
+    messages = {"model": "fake-model", "max_tokens": 1, "messages": HELLO, "output_config": wanted}
+    assert (await call(fake.app, "/v1/messages", messages)).status == 200
+    assert not caplog.records
+
+
 async def test_a_request_that_the_engine_refuses_gets_a_status_also_as_a_stream() -> None:
     engine = FakeEngine()
     engine.error = RequestError("the grammar is bad")
