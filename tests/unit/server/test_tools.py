@@ -240,6 +240,22 @@ async def test_a_wrong_choice_is_refused(change: dict[str, Any], param: str) -> 
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(("skip", "content"), [(None, "Hi"), (True, "Hi"), (False, "Hi<|x|>")])
+async def test_special_tokens_that_are_no_marks_stay_where_they_are_wanted(
+    skip: bool | None, content: str
+) -> None:
+    engine = FakeEngine(["<think>a</think>Hi<|x|>"])
+    special = frozenset({"<think>", "</think>", "<|x|>"})
+    engine.reading = AnswerReading(
+        AnswerFormat("qwen3", None, keeps_special_tokens=True), special_tokens=special
+    )
+    fake = await server(engine)
+    reply = await call(fake.app, PATH, {"messages": HELLO, "skip_special_tokens": skip})
+    message = reply.json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("a", content)
+    assert fake.engine.asked[0][1].skip_special_tokens is False
+
+
 async def test_reasoning_can_be_left_out() -> None:
     fake = await server(engine_of(ANSWER))
     for stream in (False, True):
