@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
 """The most bytes of a request's first line and headers."""
@@ -55,6 +58,18 @@ class HttpProtocol(H11Protocol):  # type: ignore[misc]
         # Each request's state begins as a copy of it.
         super().__init__(app_state={**app_state, WRITE_PART: self.write_part}, **options)
         self.conn = StreamedConnection()
+        self._max_connections: int | None = options["config"].limit_concurrency
+        # uvicorn would answer the requests of all connections with an error of its own as long as there are too many.
+        self.limit_concurrency = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Close a connection that is one too many; those that are open go on."""
+        if self._max_connections is not None and len(self.connections) >= self._max_connections:
+            self.transport = transport
+            transport.close()
+            logger.warning("a connection was closed at once: %d are open", len(self.connections))
+            return
+        super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Let go of the last request, which refers to this object: without a cycle it goes without the collector."""

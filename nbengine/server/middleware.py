@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/version"))
 """Paths that need no key, and that are answered in every state."""
+METRICS_PATH = "/metrics"
+"""The path that is answered until the end: Prometheus has the last figures from it."""
 MOST_DISCARDED = 64 << 20
 """Bytes of a body that is too large that are read all the same: its sender looks for the answer afterwards."""
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)
@@ -104,7 +106,7 @@ class Gate:
                 None,
                 "the body's Content-Type must be application/json",
             )
-        if self._service.is_draining:
+        if self._service.is_draining and scope["path"] != METRICS_PATH:
             self._service.check_ready()
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from nbengine.frontend.parsing.answer_parser import AnswerReading
@@ -99,6 +100,9 @@ async def open_turn(service: EngineService, request: ChatCompletionRequest, requ
     params = chat_params(request, service.engine.default_sampling_params())
     prompt = await asyncio.to_thread(_rendered, service, request, tools)
     reading: AnswerReading | None = prompt.get(ANSWER_KEY)
+    if reading is not None and request.skip_special_tokens is False:
+        # The caller wants to see those, too, that are no marks of the answer's parts.
+        reading = prompt[ANSWER_KEY] = replace(reading, special_tokens=frozenset())
     free = params.structured_outputs
     params = constrained(params, reading, tools, added_token_ids_of(service.tokenizer))
     if params.structured_outputs is not free and reading is not None and reading.format.tools == HARMONY:

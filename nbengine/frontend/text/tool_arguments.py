@@ -9,18 +9,21 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Union
 
+import msgspec
+
 from nbengine.errors import InvalidArgumentError
+from nbengine.frontend.text.tools import is_record
 
 
 def call_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments with which `function` is to be called.
 
-    JSON has neither tuples nor members of an enumeration, and writes 2.0 as 2: where the function's hints name such
-    types, values are converted. All else stays as it is.
+    JSON has neither tuples nor members of an enumeration nor objects of a class, and writes 2.0 as 2: where the
+    function's hints name such types, values are converted. All else stays as it is.
 
     Raises:
-        InvalidArgumentError: an argument is missing, is not one of the function's, or is no member of its
-            enumeration; the message tells the model what is allowed.
+        InvalidArgumentError: an argument is missing, is not one of the function's, is no member of its enumeration or
+            lacks what its class wants; the message tells the model what is allowed.
     """
     parameters = inspect.signature(function).parameters
     for name, value in arguments.items():
@@ -58,6 +61,17 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     if isinstance(value, list) and origin is tuple:
         kinds = inner if len(inner) == len(value) else (Any,) * len(value)
         return tuple(_converted(name, item, kind) for item, kind in zip(value, kinds, strict=True))
+    if isinstance(value, dict) and is_record(hint) and not typing.is_typeddict(hint):
+        return _record(name, value, hint)
     if isinstance(value, dict) and origin is dict and inner:
         return {key: _converted(name, item, inner[1]) for key, item in value.items()}
     return value
+
+
+def _record(name: str, value: dict[str, Any], hint: Any) -> Any:
+    """Make an object of a class; those of pydantic make it themselves."""
+    make = getattr(hint, "model_validate", None)
+    try:
+        return make(value) if callable(make) else msgspec.convert(value, hint)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise InvalidArgumentError(name, value, f"as {hint.__name__} has it ({error})") from None

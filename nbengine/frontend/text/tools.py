@@ -13,9 +13,10 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import Any, Literal, Union, cast
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.json_schemas import schema_of
 
 Tool = Mapping[str, Any] | Callable[..., Any]
 
@@ -64,33 +65,51 @@ def _describe(function: Callable[..., Any]) -> dict[str, Any]:
         hints = typing.get_type_hints(function)
     except NameError as error:
         raise _Undescribed(str(error)) from None
+    definitions: dict[str, Any] = {}
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name not in hints:
             raise _Undescribed(f"argument {parameter.name!r} has no type hint")
-        if parameter.name not in arguments:
-            raise _Undescribed(f"the docstring does not describe argument {parameter.name!r} under Args:")
-        properties[parameter.name] = {
-            **_of_hint(hints[parameter.name]),
-            "description": arguments[parameter.name],
-        }
+        properties[parameter.name] = _of_hint(hints[parameter.name], definitions)
+        if parameter.name in arguments:
+            properties[parameter.name] |= {"description": arguments[parameter.name]}
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
         parameters["required"] = required
+    if definitions:
+        parameters["$defs"] = definitions
     schema: dict[str, Any] = {
         "name": function.__name__,
         "description": description,
         "parameters": parameters,
     }
     if "return" in hints:
-        schema["return"] = _of_hint(hints["return"]) | ({"description": returns} if returns else {})
+        schema["return"] = _of_hint(hints["return"], {}) | ({"description": returns} if returns else {})
     return schema
 
 
-def _of_hint(hint: Any) -> dict[str, Any]:
-    """Return the JSON schema of a type."""
+def is_record(hint: Any) -> bool:
+    """Tell whether a type is a class with named fields: a TypedDict, a dataclass, or one of pydantic, msgspec or
+    attrs."""
+    marks = ("__dataclass_fields__", "__struct_fields__", "__attrs_attrs__", "model_json_schema")
+    return typing.is_typeddict(hint) or (
+        isinstance(hint, type) and any(hasattr(hint, mark) for mark in marks)
+    )
+
+
+def _of_record(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a class, and add those that it refers to."""
+    schema = cast("dict[str, Any]", schema_of(hint))
+    for name, own in schema.pop("$defs", {}).items():
+        if definitions.setdefault(name, own) != own:
+            raise _Undescribed(f"two classes have the name {name}")
+    return schema
+
+
+def _of_hint(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a type; `definitions` gets those of the classes that it refers to."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if hint is Any:
         return {}
@@ -101,21 +120,23 @@ def _of_hint(hint: Any) -> dict[str, Any]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _of_values([member.value for member in hint])
     if origin in (Union, types.UnionType):
-        return _of_union(arguments)
+        return _of_union(arguments, definitions)
+    if is_record(hint):
+        return _of_record(hint, definitions)
     if origin not in _CONTAINERS or ... in arguments:
         raise _Undescribed(f"there is no JSON type for {hint}")
     schema: dict[str, Any] = {"type": _CONTAINERS[origin]}
     if origin is tuple and arguments:
-        schema["prefixItems"] = [_of_hint(item) for item in arguments]
+        schema["prefixItems"] = [_of_hint(item, definitions) for item in arguments]
     elif origin is list and arguments:
-        schema["items"] = _of_hint(arguments[0])
+        schema["items"] = _of_hint(arguments[0], definitions)
     elif origin is dict and arguments:
-        schema["additionalProperties"] = _of_hint(arguments[1])
+        schema["additionalProperties"] = _of_hint(arguments[1], definitions)
     return schema
 
 
-def _of_union(members: Sequence[Any]) -> dict[str, Any]:
-    schemas = [_of_hint(member) for member in members if member is not type(None)]
+def _of_union(members: Sequence[Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    schemas = [_of_hint(member, definitions) for member in members if member is not type(None)]
     if len(schemas) == 1:
         schema = schemas[0]
     elif all(list(schema) == ["type"] for schema in schemas):

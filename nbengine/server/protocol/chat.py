@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from nbengine.outputs import UnreadableCall
+from nbengine.outputs import Logprob, UnreadableCall
 from nbengine.server.protocol.fields import SamplingFields
 
 
@@ -60,6 +60,12 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
     function: FunctionDelta | None = None
 
 
+class VoidCall(UnreadableCall, frozen=True, gc=False, omit_defaults=True):
+    """A call that cannot be read; `index` is that of its deltas, None if there were none."""
+
+    index: int | None = None
+
+
 class Delta(msgspec.Struct, omit_defaults=True):
     """The new parts of a completion in a chunk."""
 
@@ -67,7 +73,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
-    unreadable_tool_calls: list[UnreadableCall] | None = None
+    unreadable_tool_calls: list[VoidCall] | None = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -84,6 +90,7 @@ class UnusualChunkChoice(ChunkChoice, omit_defaults=True):
 
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class Chunk(msgspec.Struct):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import msgspec
@@ -22,7 +23,7 @@ MOST_NOTED = 1000
 _LONGEST_NAME = 64
 _PLACE = re.compile(r" - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$")
 
-_fields_of_body: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_fields_of: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyDecoder(Generic[T]):
@@ -31,7 +32,6 @@ class BodyDecoder(Generic[T]):
     def __init__(self, body_type: type[T], route: str) -> None:
         self._decoder = msgspec.json.Decoder(body_type)
         self._route = route
-        self._known = frozenset(body_type.__struct_encode_fields__)
         self._noted: set[str] = set()
 
     def decode(self, body: bytes) -> T:
@@ -43,7 +43,7 @@ class BodyDecoder(Generic[T]):
         """
         try:
             decoded = self._decoder.decode(body)
-            unknown = _fields_of_body.decode(body).keys() - self._known
+            unknown = set(_unknown_fields(body, decoded))
         except msgspec.ValidationError as error:
             raise wrong_field(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -63,6 +63,21 @@ class BodyDecoder(Generic[T]):
         self._noted.update(name for name in new if len(name) <= _LONGEST_NAME)
         names = ", ".join(shown(name, _LONGEST_NAME) for name in new[:20])
         logger.warning("%s: unknown fields are ignored: %s", self._route, names)
+
+
+def _unknown_fields(encoded: bytes | msgspec.Raw, decoded: msgspec.Struct, place: str = "") -> Iterator[str]:
+    """Yield the names of fields that are not known, also of objects within: `stream_options.include_usge`. Those of
+    lists, which may be long, are left out."""
+    known = decoded.__struct_encode_fields__
+    tag = decoded.__struct_config__.tag_field
+    for name, value in _fields_of.decode(encoded).items():
+        if name not in known:
+            if name != tag:
+                yield place + name
+            continue
+        inner = getattr(decoded, name, None)
+        if isinstance(inner, msgspec.Struct):
+            yield from _unknown_fields(value, inner, f"{place}{name}.")
 
 
 def _check_surrogates(body: bytes) -> None:

@@ -94,7 +94,7 @@ INPUT_ITEMS: dict[str, type[InputItem]] = {
 class FunctionTool(msgspec.Struct):
     """A function that the model may call.
 
-    `strict` defaults to True, as OpenAI documents it for this API, unless the text has a format.
+    `strict` defaults to True, as OpenAI documents it for this API.
     """
 
     name: str

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from nbengine.frontend.parsing.deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallEnded
-from nbengine.outputs import Logprob, PromptProgress, RequestOutput
+from nbengine.outputs import CompletionOutput, Logprob, PromptProgress, RequestOutput
 from nbengine.server.protocol.errors import SERVER_ERROR, ApiError
 from nbengine.server.translate.usage import Usage
 
@@ -38,8 +38,8 @@ class PlainText:
 class AnswerPart(msgspec.Struct, gc=False):
     """The new part of one completion; `index` counts completions, those of one prompt together.
 
-    `finish_reason` is "stop", "length" or "tool_calls", None while more comes. A part with `prompt_progress` has
-    nothing else: it comes before the answer.
+    `finish_reason` is "stop", "length" or "tool_calls", None while more comes. The first part has `prompt_logprobs`
+    where they are wanted. A part with `prompt_progress` has nothing else: it comes before the answer.
     """
 
     index: int
@@ -49,18 +49,44 @@ class AnswerPart(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_progress: PromptProgress | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class _Choice:
     """One completion."""
 
-    __slots__ = ("has_calls", "num_tokens", "parser", "reasoning")
+    __slots__ = ("has_calls", "num_reasoning", "num_tokens", "parser")
 
     def __init__(self, parser: Parser) -> None:
         self.parser = parser
         self.num_tokens = 0
+        self.num_reasoning = 0
         self.has_calls = False
-        self.reasoning: list[str] = []
+
+    def read(self, new: CompletionOutput, count_tokens: Callable[[str], int] | None) -> list[AnswerDelta]:
+        """Divide further text, and take note of what it brings.
+
+        Text that is all reasoning has as many tokens of it. Where there is other text, too, or a mark, or some is held
+        back, `count_tokens` counts those of the reasoning: once, since a stream may be long.
+        """
+        text = new.text
+        deltas = self.parser.feed(text) if text else []
+        if new.finish_reason is not None:
+            deltas = [*deltas, *self.parser.finish()]
+        num_tokens = len(new.token_ids)
+        self.num_tokens += num_tokens
+        reasoning = ""
+        for delta in deltas:
+            match delta:
+                case ContentDelta():
+                    pass
+                case ReasoningDelta(text=thought):
+                    reasoning += thought
+                case ToolCallEnded():
+                    self.has_calls = True
+        if reasoning and count_tokens is not None:
+            self.num_reasoning += num_tokens if reasoning == text else count_tokens(reasoning)
+        return deltas
 
 
 class AnswerReader:
@@ -111,44 +137,37 @@ class AnswerReader:
         parts = []
         for completion in output.outputs:
             index = first + completion.index
+            prompt_logprobs = None
             choice = self._choices.get(index)
             if choice is None:
                 choice = self._choices[index] = _Choice(self._make_parser())
+                prompt_logprobs = self.first_outputs[prompt].prompt_logprobs
             reason = completion.finish_reason
             if reason == "abort":
                 raise ApiError(
                     503, SERVER_ERROR, "request_aborted", None, "the request was ended before its answer"
                 )
-            deltas = choice.parser.feed(completion.text) if completion.text else []
-            if reason is not None:
-                deltas = [*deltas, *choice.parser.finish()]
-            for delta in deltas:
-                match delta:
-                    case ContentDelta():
-                        pass
-                    case ReasoningDelta(text=text):
-                        choice.reasoning.append(text)
-                    case ToolCallEnded():
-                        choice.has_calls = True
-            choice.num_tokens += len(completion.token_ids)
+            deltas = choice.read(completion, self._count_tokens)
             if reason == "stop" and choice.has_calls:
                 reason = "tool_calls"
             parts.append(
                 AnswerPart(
-                    index, deltas, completion.token_ids, completion.logprobs, reason, completion.stop_reason
+                    index,
+                    deltas,
+                    completion.token_ids,
+                    completion.logprobs,
+                    reason,
+                    completion.stop_reason,
+                    prompt_logprobs=prompt_logprobs,
                 )
             )
         return parts
 
     def usage(self) -> Usage:
         """Return the tokens so far."""
-        reasoning = 0
-        if self._count_tokens is not None:
-            texts = ("".join(choice.reasoning) for choice in self._choices.values())
-            reasoning = sum(self._count_tokens(text) for text in texts if text)
         return Usage(
             sum(len(output.prompt_token_ids or ()) for output in self._newest.values()),
             sum(output.num_cached_tokens for output in self._newest.values()),
             sum(choice.num_tokens for choice in self._choices.values()),
-            reasoning,
+            sum(choice.num_reasoning for choice in self._choices.values()),
         )

@@ -15,7 +15,7 @@ from nbengine.frontend.parsing.deltas import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from nbengine.outputs import UnreadableCall
+from nbengine.outputs import Logprob
 from nbengine.server.events import HOLE, Frame, event
 from nbengine.server.protocol.chat import (
     Chunk,
@@ -26,6 +26,7 @@ from nbengine.server.protocol.chat import (
     FunctionDelta,
     ToolCallDelta,
     UnusualChunkChoice,
+    VoidCall,
 )
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.logprobs import chat_logprobs
@@ -78,7 +79,10 @@ class ChatChunks:
         chunks = []
         if part.index not in self._begun:
             self._begun.add(part.index)
-            first = ChunkChoice(part.index, Delta(role="assistant", content=self._form.echo))
+            opening = Delta(role="assistant", content=self._form.echo)
+            first = ChunkChoice(part.index, opening)
+            if part.prompt_logprobs is not None:
+                first = UnusualChunkChoice(part.index, opening, prompt_logprobs=part.prompt_logprobs)
             chunks.append(self._chunk([first], usage))
         delta = delta_of(part.deltas, reasoning=self._form.reasoning)
         top = self._form.top_logprobs
@@ -113,20 +117,20 @@ class ChatChunks:
 def delta_of(deltas: Iterable[AnswerDelta], *, reasoning: bool = True) -> Delta | None:
     """Return what a chunk has of parts of an answer; None if there is nothing.
 
-    A call that turns out malformed comes as content, and with the reason; what was streamed of its arguments cannot be
-    taken back.
+    A call that turns out malformed comes as content, and with the reason. What was streamed of its arguments cannot be
+    taken back, so that its index comes, too.
     """
     content: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCallDelta] = []
-    unreadable: list[UnreadableCall] = []
+    unreadable: list[VoidCall] = []
     for delta in deltas:
         match delta:
             case ContentDelta(text=text):
                 content.append(text)
-            case MalformedCall(text=text, reason=reason):
+            case MalformedCall(text=text, reason=reason, index=index):
                 content.append(text)
-                unreadable.append(UnreadableCall(text, reason))
+                unreadable.append(VoidCall(text, reason, index))
             case ReasoningDelta(text=text):
                 thoughts.append(text)
             case ToolCallStarted(index=index, id=call_id, name=name):
@@ -159,6 +163,7 @@ class _Message:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def add(self, delta: AnswerDelta) -> None:
         match delta:
@@ -198,6 +203,7 @@ class ChatCompletion:
         message.token_ids += part.token_ids
         message.finish_reason = part.finish_reason or message.finish_reason
         message.stop_reason = part.stop_reason if part.stop_reason is not None else message.stop_reason
+        message.prompt_logprobs = message.prompt_logprobs or part.prompt_logprobs
 
     def response(self, usage: Usage) -> dict[str, Any]:
         """Return the body of the response."""
@@ -234,4 +240,6 @@ class ChatCompletion:
         }
         if form.token_ids:
             choice["token_ids"] = message.token_ids
+        if message.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = message.prompt_logprobs
         return choice

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nbengine.frontend.parsing.json_text import read_object
 from nbengine.sampling_params import SamplingParams
 from nbengine.server.protocol.chat import ChatCompletionRequest
 from nbengine.server.protocol.errors import bad_request
@@ -62,7 +63,8 @@ def chat_params(request: ChatCompletionRequest, recommended: Mapping[str, Any]) 
 
 def template_messages(request: ChatCompletionRequest, template: str) -> list[dict[str, Any]]:
     """Return the messages as a template takes them: without fields that are null, as clients send back what
-    they got; instructions of a `developer` are a `system`'s where the template knows only that."""
+    they got; instructions of a `developer` are a `system`'s where the template knows only that. A call whose arguments
+    are no JSON object, which a stream may have begun and cannot take back, is content, where its text stands already."""
     knows_developers = "developer" in template
     messages = []
     for message in request.messages:
@@ -70,11 +72,31 @@ def template_messages(request: ChatCompletionRequest, template: str) -> list[dic
         if kept.get("role") == "developer" and not knows_developers:
             kept["role"] = "system"
         if kept.get("role") == "assistant":
+            _make_void_calls_content(kept)
             kept.setdefault("content", "")
             if not kept.get("tool_calls"):
                 kept.pop("tool_calls", None)
         messages.append(kept)
     return messages
+
+
+def _make_void_calls_content(message: dict[str, Any]) -> None:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return
+    void = [arguments for call in calls if (arguments := _void_arguments(call))]
+    if void:
+        message["tool_calls"] = [call for call in calls if not _void_arguments(call)]
+        message["content"] = message.get("content") or "\n".join(void)
+
+
+def _void_arguments(call: object) -> str:
+    """Return the arguments of a call if they are a text that is no JSON object, "" otherwise."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str) or not arguments or isinstance(read_object(arguments), dict):
+        return ""
+    return arguments
 
 
 def render_options(request: ChatCompletionRequest) -> dict[str, Any]:

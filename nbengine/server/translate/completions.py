@@ -201,7 +201,7 @@ class Completion:
         if form.token_ids:
             choice["token_ids"] = part.token_ids
         if is_first and form.prompt_logprobs:
-            choice["prompt_logprobs"] = self._first_outputs[part.index // form.per_prompt].prompt_logprobs
+            choice["prompt_logprobs"] = part.prompt_logprobs
         return choice
 
     def _prompt_text(self, output: RequestOutput) -> str:

@@ -63,7 +63,11 @@ class MessageBuilder:
         self._segmenter.finish()
         reason, sequence = self._reason(finish_reason, stop_reason, usage)
         self.message |= {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage(usage)}
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        delta: dict[str, Any] = {"stop_reason": reason, "stop_sequence": sequence}
+        if self._segmenter.unreadable:
+            self.message["unreadable_tool_calls"] = delta["unreadable_tool_calls"] = (
+                self._segmenter.unreadable
+            )
         self._emit("message_delta", delta=delta, usage=_usage(usage))
         self._emit("message_stop")
         return self._taken()

@@ -74,6 +74,8 @@ class ResponseBuilder:
         self._item_status = status
         self._segmenter.finish()
         self.response |= {"status": status, "output": self._output, "usage": _usage(usage)}
+        if self._segmenter.unreadable:
+            self.response["unreadable_tool_calls"] = self._segmenter.unreadable
         self._emit(f"response.{status}", response=self.response)
         return self._taken()
 

@@ -87,8 +87,7 @@ def chat_body(request: ResponsesRequest, conversation: Sequence[ChatMessage]) ->
     response_format = _response_format(request)
     if response_format is not None:
         body["response_format"] = response_format
-    # One grammar cannot bind calls and the text of an answer: where nobody asks for the one, the other has it.
-    return body | _tools(request, strict_default=response_format is None)
+    return body | _tools(request)
 
 
 def wants_logprobs(request: ResponsesRequest) -> bool:
@@ -207,11 +206,8 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     return None
 
 
-def _tools(request: ResponsesRequest, *, strict_default: bool) -> dict[str, Any]:
-    tools = [
-        _chat_tool(tool, f"tools[{index}]", strict_default=strict_default)
-        for index, tool in enumerate(request.tools or ())
-    ]
+def _tools(request: ResponsesRequest) -> dict[str, Any]:
+    tools = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
     choice: str | dict[str, Any] | None = None
     match request.tool_choice:
         case None | "none" | "auto" | "required":
@@ -233,13 +229,12 @@ def _tools(request: ResponsesRequest, *, strict_default: bool) -> dict[str, Any]
     return found if choice is None else found | {"tool_choice": choice}
 
 
-def _chat_tool(tool: dict[str, Any], param: str, *, strict_default: bool) -> dict[str, Any]:
+def _chat_tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         message = f"{param}.type must be function: this server has no tools of its own, got {tool.get('type')!r:.100}"
         raise not_offered(f"{param}.type", message)
     wanted = decoded(tool, FunctionTool, param)
-    strict = strict_default if wanted.strict is None else wanted.strict
-    function: dict[str, Any] = {"name": wanted.name, "strict": strict}
+    function: dict[str, Any] = {"name": wanted.name, "strict": wanted.strict is not False}
     if wanted.description is not None:
         function["description"] = wanted.description
     function["parameters"] = wanted.parameters or {"type": "object", "properties": {}}

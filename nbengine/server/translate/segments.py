@@ -14,6 +14,7 @@ from nbengine.frontend.parsing.deltas import (
     ToolCallEnded,
     ToolCallStarted,
 )
+from nbengine.outputs import UnreadableCall
 
 Kind = Literal["reasoning", "text", "call"]
 Logprobs = list[dict[str, Any]]
@@ -63,7 +64,7 @@ class Segmenter:
     White space between segments is no segment: what a model writes between its reasoning and a call, say.
     """
 
-    __slots__ = ("_blank", "_listener", "_logprobs", "_open", "_opened")
+    __slots__ = ("_blank", "_listener", "_logprobs", "_open", "_opened", "unreadable")
 
     def __init__(self, listener: SegmentListener) -> None:
         self._listener = listener
@@ -71,6 +72,8 @@ class Segmenter:
         self._opened = 0
         self._blank = ""
         self._logprobs: Logprobs = []
+        self.unreadable: list[UnreadableCall] = []
+        """The calls that turned out to be none, and why."""
 
     def feed(self, deltas: Iterable[AnswerDelta], logprobs: Sequence[dict[str, Any]] = ()) -> None:
         """Take in the next parts of the answer, and the log probabilities of the tokens that they came from.
@@ -91,9 +94,10 @@ class Segmenter:
                     self._grow(self._current("call"), text)
                 case ToolCallEnded():
                     self._close()
-                case MalformedCall(text=text, index=index):
+                case MalformedCall(text=text, reason=reason, index=index):
                     if index is not None:
                         self._void()
+                    self.unreadable.append(UnreadableCall(text, reason))
                     self._add_text(text)
 
     def finish(self) -> None:

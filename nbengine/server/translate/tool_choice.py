@@ -55,8 +55,9 @@ def constrained(
     """Return the parameters with the grammar of the calls that the request wants, and with special tokens in
     the text where they are needed to read it; `added_token_ids` are those of the tokenizer's added tokens.
 
+    The form of an answer binds those that are no calls.
+
     Raises:
-        ApiError: the answer is to have another form, too.
         InvalidArgumentError, NotSupportedError: the choice is not possible.
     """
     if reading is not None and reading.format.keeps_special_tokens:
@@ -69,16 +70,11 @@ def constrained(
         tools.tools,
         tools.choice,
         parallel=tools.parallel,
+        answer=params.structured_outputs,
         added_token_ids=added_token_ids,
     )
     if grammar is None:
         return params
-    if params.structured_outputs is not None:
-        raise bad_request(
-            "response_format cannot be combined with strict tools or with a tool_choice that asks for a call",
-            "response_format",
-            "invalid_value",
-        )
     return msgspec.structs.replace(params, structured_outputs=grammar)
 
 

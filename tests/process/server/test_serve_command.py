@@ -17,6 +17,7 @@ from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, wait_
 from nbengine.client.engines.directory import list_engines
 
 KEY = "a-very-secret-key"
+PROMPT = "what nobody else is to read"
 
 
 def wait_for_port(process: subprocess.Popen[bytes]) -> int:
@@ -91,7 +92,7 @@ def test_it_serves_until_it_is_told_to_end_and_takes_its_engine_with_it(
     wait_for(lambda: status("/ready") == 200, "the engine to be ready", deadline=120)
     assert seen <= {200, 503}
     with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
-        answer = client.completions.create(model="mine", prompt="a", max_tokens=3)
+        answer = client.completions.create(model="mine", prompt=PROMPT, max_tokens=3)
         assert answer.model == "mine"
     assert httpx2.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 401
     running = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -104,6 +105,9 @@ def test_it_serves_until_it_is_told_to_end_and_takes_its_engine_with_it(
     said = output.read_text()
     assert f"serving mine at {url}/v1 with an API key" in said
     assert KEY not in said
+    [line] = [line for line in said.splitlines() if f"request {answer.id}: " in line]
+    assert f"{len(PROMPT)} prompt tokens, 3 tokens" in line
+    assert PROMPT not in said
 
 
 @pytest.mark.timeout(300)

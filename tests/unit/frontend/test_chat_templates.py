@@ -280,10 +280,6 @@ def untyped(x) -> int:
     """
 
 
-def unmentioned(x: int) -> int:
-    """Docs."""
-
-
 def odd(x: Unit | Station) -> int:
     """Docs.
 
@@ -312,7 +308,6 @@ def forward(x: Missing) -> int:  # noqa: F821
         ([len], r"tools\[0\]"),
         ([undocumented], "it has no docstring"),
         ([untyped], "argument 'x' has no type hint"),
-        ([unmentioned], "does not describe argument 'x'"),
         ([odd], "no JSON type for .*Station"),
         ([forward], "Missing"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from IPython.core.error import StdinNotImplementedError, UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.magics.conversations.conversation import Conversation
+from nbengine.magics.tools.mcp_servers import McpServers
+from nbengine.magics.tools.toolbox import NotebookTool
 from tests.unit.magics.chat_cells import prompts, run
 from tests.unit.magics.conftest import FakeClient
 
@@ -101,6 +103,29 @@ def test_the_model_goes_on_with_what_its_call_returned(
         < printed.index("It is")
     )
     assert "tool_call>" not in printed
+
+
+def test_the_tools_of_mcp_servers_are_called(
+    shell: InteractiveShell, engine: FakeClient, said: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[str] = []
+
+    async def price(arguments: Mapping[str, Any]) -> str:
+        await asyncio.sleep(0)
+        return f"{arguments['item']}: 3 euros"
+
+    def tools(_servers: McpServers, given: Sequence[str]) -> list[NotebookTool]:
+        commands.extend(given)
+        return [NotebookTool({"type": "function", "function": {"name": "price"}}, price)]
+
+    monkeypatch.setattr(McpServers, "tools", tools)
+    engine.turns = [[call("price", '{"item": "pear"}')], ["Three."]]
+    run(shell, '%%chat --mcp "shop --all" --mcp other --tools temperature -o talk\nHow much is a pear?\n')
+    assert commands == ["shop --all", "other"]
+    assert [tool["function"]["name"] for tool in engine.tools[0]] == ["temperature", "price"]
+    (turn,) = shell.user_ns["talk"].turns
+    (done,) = turn.rounds[0].calls
+    assert (done.name, done.result, turn.text) == ("price", "pear: 3 euros", "Three.")
 
 
 def test_the_next_message_is_sent_with_calls_and_results(

@@ -187,6 +187,21 @@ async def test_log_probabilities_have_the_token_and_the_likeliest() -> None:
     assert [top["token"] for top in entry["top_logprobs"]] == ["é", "<0>"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompts_log_probabilities_come_once_with_each_choice(stream: bool) -> None:
+    fake = await server()
+    body = {"messages": HELLO, "prompt_logprobs": 1, "n": 2, "stream": stream}
+    for change, wanted in (({}, [0, 1]), ({"temperature": 0}, [0, 1]), ({"prompt_logprobs": None}, [])):
+        reply = await call(fake.app, PATH, {**body, **change})
+        parts = reply.events()[:-1] if stream else [reply.json()]
+        choices = [choice for part in parts for choice in part["choices"] if "prompt_logprobs" in choice]
+        assert [choice["index"] for choice in choices] == wanted
+        for choice in choices:
+            first, second, *_ = choice["prompt_logprobs"]
+            assert first is None
+            assert second == {str(ord("s")): {"logprob": -0.5, "rank": 1, "decoded_token": "s"}}
+
+
 async def test_logprobs_alone_name_no_others() -> None:
     fake = await server()
     reply = await call(fake.app, PATH, {"messages": HELLO, "logprobs": True})
@@ -271,6 +286,27 @@ async def test_unknown_fields_are_named_in_one_log_line(caplog: pytest.LogCaptur
         assert reply.status == 200
     [record] = [record for record in caplog.records if "zz_top" in record.getMessage()]
     assert "aa_new" in record.getMessage()
+
+
+async def test_unknown_fields_of_objects_within_are_named_with_their_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = await server()
+    schema = {"name": "x", "schema": {"type": "object", "own": 1}, "strct": True}
+    body = {
+        "messages": [{**HELLO[0], "free": 1}],
+        "stream": True,
+        "stream_options": {"include_usge": True, "include_usage": True},
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    assert (await call(fake.app, PATH, body)).status == 200
+    [line] = [record.getMessage() for record in caplog.records if "unknown fields" in record.getMessage()]
+    assert line.endswith(": response_format.json_schema.strct, stream_options.include_usge")
+    caplog.clear()
+    wanted = {"format": {"type": "json_schema", "schema": {}}}
+    messages = {"model": "fake-model", "max_tokens": 1, "messages": HELLO, "output_config": wanted}
+    assert (await call(fake.app, "/v1/messages", messages)).status == 200
+    assert not caplog.records
 
 
 async def test_a_request_that_the_engine_refuses_gets_a_status_also_as_a_stream() -> None:

@@ -277,8 +277,10 @@ async def test_the_engine_hears_for_how_long_it_may_hold_tokens() -> None:
         assert [options["output_interval"] for *_, options in fake.engine.asked] == [interval]
 
 
-async def test_prometheus_gets_the_figures_of_every_rank() -> None:
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_prometheus_gets_the_figures_of_every_rank_to_the_end(is_draining: bool) -> None:
     fake = await server()
+    fake.service.is_draining = is_draining
     engines = [SchedulerStats(num_running_reqs=2), SchedulerStats(engine_index=1, num_running_reqs=3)]
     # Nobody has looked since they were published.
     fake.feed.messages.append(EngineStats(engines))

@@ -89,10 +89,12 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def connected(
-    app: ASGIApp = echo, made: Callable[[HttpProtocol], object] = id
+    app: ASGIApp = echo, made: Callable[[HttpProtocol], object] = id, max_connections: int | None = None
 ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter], None]:
     """Open a connection to a server of an application; `made` is told of the server's side of it."""
-    config = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app, http=HttpProtocol, ws="none", lifespan="off", log_config=None, limit_concurrency=max_connections
+    )
     config.load()
     state = ServerState()
 
@@ -117,6 +119,17 @@ async def test_the_body_of_a_client_that_offers_http_2_is_read() -> None:
         writer.write(head + b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\nContent-Length: 5\r\n\r\nhello")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
         assert await reader.readuntil(b"0\r\n\r\n") == b"5\r\nhello\r\n0\r\n\r\n"
+
+
+async def test_a_connection_too_many_is_closed_and_the_others_go_on() -> None:
+    async with connected(max_connections=1) as (reader, writer):
+        for _ in range(2):
+            writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            await reader.readuntil(b"0\r\n\r\n")
+            further, closing = await asyncio.open_connection(*writer.get_extra_info("peername"))
+            assert await asyncio.wait_for(further.read(), 60) == b""
+            closing.close()
 
 
 async def test_headers_without_an_end_are_refused_at_their_limit() -> None:

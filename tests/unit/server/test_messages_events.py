@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import anthropic
+import msgspec
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from api_answers import anthropic_client, events_in
@@ -165,6 +166,11 @@ def test_a_call_that_cannot_be_read_is_no_reason_to_use_a_tool_and_its_text_is_k
     assert streamed.stop_reason == "end_turn"
     assert streamed.content[-1].text == raw  # type: ignore[union-attr]
     assert made.message["content"] == [{"type": "text", "text": raw}]
+    unreadable = [{"text": raw, "reason": "the arguments are no JSON"}]
+    assert msgspec.to_builtins(made.message["unreadable_tool_calls"]) == unreadable
+    [end] = [event["delta"] for event in events if event["type"] == "message_delta"]
+    assert end["unreadable_tool_calls"] == unreadable
+    assert not any("unreadable_tool_calls" in event.get("delta", {}) for event in events_of(WHOLE))
 
 
 def test_an_error_in_a_stream_is_raised_by_the_client_with_its_reason() -> None:

@@ -208,6 +208,10 @@ def test_a_call_that_cannot_be_read_is_never_begun_and_its_text_is_kept() -> Non
         final = stream.get_final_response()
     assert [item.type for item in final.output] == ["message"]
     assert final.output_text == raw
+    assert final.model_dump()["unreadable_tool_calls"] == [
+        {"text": raw, "reason": "the arguments are no JSON"}
+    ]
+    assert "unreadable_tool_calls" not in events_of(WHOLE)[-1]["response"]
 
 
 def test_white_space_alone_is_an_item_only_where_there_is_nothing_else() -> None:

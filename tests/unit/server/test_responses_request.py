@@ -128,9 +128,9 @@ def test_a_result_names_the_function_of_a_call_in_an_earlier_response() -> None:
     assert result["name"] == "weather"
 
 
-def test_a_tool_is_strict_unless_it_says_otherwise_or_the_text_has_a_format() -> None:
+def test_a_tool_is_strict_unless_it_says_otherwise() -> None:
     json_format = {"format": {"type": "json_object"}}
-    assert not body_of(tools=[TOOL], text=json_format)["tools"][0]["function"]["strict"]
+    assert body_of(tools=[TOOL], text=json_format)["tools"][0]["function"]["strict"]
     tools = body_of(tools=[TOOL, {**TOOL, "strict": False}])["tools"]
     assert [tool["function"]["strict"] for tool in tools] == [True, False]
     assert tools[0]["function"] == {

@@ -14,7 +14,7 @@ TEXT = "TEXT"
 """The terminal that is any text."""
 GAP = "gap"
 """The rule of the white space that may stand between calls."""
-_WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
+WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
 """White space within JSON: a small model that may write any amount of it often never ends it."""
 
 
@@ -79,10 +79,12 @@ class Lark:
         rule = self.rule(f"{name}[lazy]", f"{TEXT} {_quoted(marker[:end])}")
         return f"{rule} {self.literal(marker[end:])}" if end < len(marker) else rule
 
-    def json(self, name: str, schema: Mapping[str, Any]) -> str:
-        """Add a rule for JSON that follows a schema; return its name."""
+    def json(self, name: str, schema: Mapping[str, Any], spaces: str | None = WHITESPACE) -> str:
+        """Add a rule for JSON that follows a schema, with the white space `spaces`, None: without any; return its
+        name."""
         readable = for_grammar(schema)
-        options = {"x-guidance": {"whitespace_pattern": _WHITESPACE, "lenient": True}}
+        space = {"whitespace_flexible": False} if spaces is None else {"whitespace_pattern": spaces}
+        options = {"x-guidance": {**space, "lenient": True}}
         return self.rule(name, "%json " + json.dumps({**readable, **options}, ensure_ascii=True))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nbengine.frontend.parsing import harmony
 from nbengine.frontend.parsing.grammars.lark import GAP, TEXT, Lark, Tool, either
@@ -10,6 +11,8 @@ from nbengine.frontend.parsing.grammars.values import GEMMA, PYTHON, Written
 from nbengine.frontend.parsing.json_text import quoted
 from nbengine.frontend.parsing.schemas import STRING, types_of
 from nbengine.frontend.parsing.tools import deepseek, glm, qwen3_coder
+
+Schema = Mapping[str, Any]
 
 
 class Style:
@@ -38,6 +41,13 @@ class Style:
         begun = self.lark.text_up_to("begun", self.marker)
         call = self.lark.rule("call", f"{begun} {self.body()}")
         self.lark.rule("start", f"{call}* {TEXT}" if parallel else f"{TEXT} | {call} {GAP}")
+
+    def write_either(self, answer: Schema, spaces: str | None, *, parallel: bool) -> None:
+        """Write the grammar of an answer that is a call, or several, or else JSON that follows the schema `answer`,
+        with the white space `spaces`."""
+        self.write_required(parallel=parallel)
+        calls = self.lark.rule("calls", self.lark.rule_body("start"))
+        self.lark.rule("start", f"{calls} | {self.lark.json('answer', answer, spaces)}")
 
     def arguments(self, index: int) -> str:
         """Return the rule of a tool's arguments as JSON."""
@@ -79,6 +89,30 @@ class Llama3Json(Style):
         self.write_required(parallel=parallel)
         calls = self.lark.rule("calls", self.lark.rule_body("start"))
         self.lark.rule("start", rf"/[^\{{\s](.|\n)*/ | {calls}")
+
+    def write_either(self, answer: Schema, spaces: str | None, *, parallel: bool) -> None:
+        # Both begin with a brace, and only one schema tells them apart at any place; behind it no other call can come.
+        del parallel
+        own = {f"arguments_{index}": tool.schema for index, tool in enumerate(self.tools)}
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.name},
+                    "parameters": {"$ref": f"#/$defs/arguments_{index}"},
+                },
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for index, tool in enumerate(self.tools)
+        ]
+        whole = {
+            "anyOf": [*calls, {"$ref": "#/$defs/answer"}],
+            "$defs": {
+                name: _moved(schema, f"#/$defs/{name}") for name, schema in {**own, "answer": answer}.items()
+            },
+        }
+        self.lark.rule("start", self.lark.json("either", whole, spaces))
 
 
 class Mistral(Style):
@@ -255,7 +289,15 @@ class Harmony(Style):
 
     def write_optional(self, *, parallel: bool) -> None:
         del parallel
-        final = self.lark.rule("final", f"{self.lark.literal(harmony.FINAL)} {TEXT}")
+        self.write_final(TEXT)
+
+    def write_either(self, answer: Schema, spaces: str | None, *, parallel: bool) -> None:
+        del parallel
+        self.write_final(self.lark.json("answer", answer, spaces))
+
+    def write_final(self, answer: str) -> None:
+        """Write the grammar of an answer that ends with a call or with a message of the rule `answer`."""
+        final = self.lark.rule("final", f"{self.lark.literal(harmony.FINAL)} {answer}")
         self.lark.rule("start", f"{self.before()}* {either(self.calls(), final)}")
 
 
@@ -306,6 +348,18 @@ STYLES: dict[str, type[Style]] = {
     "granite": Granite,
 }
 """The forms by the name of the parser that reads them."""
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema with references that lead to its own parts where it stands at `place` of another one."""
+    if isinstance(schema, Mapping):
+        return {
+            key: place + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, place)
+            for key, value in schema.items()
+        }
+    return [_moved(item, place) for item in schema] if isinstance(schema, list) else schema
 
 
 def _choices(schema: object) -> list[str]:

@@ -19,7 +19,7 @@ from nbengine.frontend.parsing.deltas import (
 )
 from nbengine.frontend.parsing.formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormat
 from nbengine.frontend.parsing.json_text import read_object
-from tests.unit.frontend.parsing.answers import EXAMPLES, TOOLS, deltas_of, parts_of
+from tests.unit.frontend.parsing.answers import EXAMPLES, TOOLS, deltas_of, parser_of, parts_of
 
 FORMATS = [AnswerFormat("gpt_oss", "gpt_oss")] + [
     AnswerFormat(reasoning, tools)
@@ -125,6 +125,23 @@ def check_order(deltas: list[AnswerDelta]) -> None:
             case _:
                 assert delta.text
     assert open_index is None
+
+
+@pytest.mark.parametrize("tools", TOOL_PARSERS)
+def test_arguments_come_while_their_call_is_written(tools: str) -> None:
+    early = [0]
+    for answer in (answer for answer in EXAMPLES if answer.format.tools == tools):
+        reader = parser_of(answer)
+        num_pieces = 0
+        for character in answer.text:
+            kinds = {type(delta) for delta in reader.feed(character)}
+            if ToolCallEnded in kinds:
+                early.append(num_pieces)
+                num_pieces = 0
+            elif ArgumentsDelta in kinds:
+                num_pieces += 1
+    # Some ways of writing calls show a value only when it is whole, but none all of them.
+    assert max(early) > 3
 
 
 @pytest.mark.parametrize("tools", [name for name in TOOL_PARSERS if name != "gpt_oss"])

@@ -14,6 +14,7 @@ from nbengine.frontend.parsing.answer_parser import AnswerParser, ParsedAnswer
 from nbengine.frontend.parsing.formats import TOOL_PARSERS, AnswerFormat
 from nbengine.frontend.parsing.reading import added_token_ids_of
 from nbengine.frontend.parsing.tool_grammar import tool_grammar
+from nbengine.sampling_params import StructuredOutputsParams
 from tests.unit.frontend.conftest import byte_level_tokenizer
 
 llguidance = pytest.importorskip("llguidance")
@@ -182,6 +183,16 @@ def test_several_calls_come_only_if_they_may(tools: str, between: str) -> None:
     assert not allows(grammar_of(tools, "required", strict=True, parallel=False), text)
 
 
+@pytest.mark.parametrize("tools", [name for name in TOOL_PARSERS if name != "gpt_oss"])
+def test_with_auto_one_call_is_the_last_where_several_are_not_wanted(tools: str) -> None:
+    grammar = grammar_of(tools, "auto", parallel=False)
+    call = written(tools, {"place": "x", "other": 1})
+    assert allows(grammar, "Just text.")
+    assert allows(grammar, call)
+    for between in ("\n", "; ", ""):
+        assert not allows(grammar, between.join([call, call]))
+
+
 def test_the_reasoning_of_gpt_oss_may_come_in_front_of_its_call() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + written("gpt_oss", FULL)
     assert allows(grammar_of("gpt_oss", "required", strict=True), text)
@@ -210,6 +221,43 @@ def test_markers_that_are_tokens_of_their_own_may_come(tools: str, choice: str, 
 @pytest.mark.parametrize(("choice", "tools"), [("none", TOOLS), ("auto", TOOLS), ("auto", []), ("none", [])])
 def test_without_anything_to_enforce_there_is_no_grammar(choice: str, tools: list[dict[str, Any]]) -> None:
     assert tool_grammar(AnswerFormat(None, "hermes"), tools, choice) is None
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("tools", TOOL_PARSERS)
+def test_an_answer_of_a_form_is_calls_or_has_the_form(tools: str, strict: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "people": {"$ref": "#/$defs/Count"}},
+        "required": ["name", "people"],
+        "additionalProperties": False,
+        "$defs": {"Count": {"type": "integer"}},
+    }
+    grammar = grammar_of(tools, "auto", strict=strict, answer=StructuredOutputsParams(json=schema))
+    header = "<|channel|>final<|message|>" if tools == "gpt_oss" else ""
+    assert allows(grammar, written(tools, FULL))
+    assert allows(grammar, header + '{"name": "Bern", "people": 3}')
+    for wrong in ('{"name": "Bern", "people": "3"}', '{"name": "Bern"}', "Just text.", ""):
+        assert not allows(grammar, header + wrong)
+    assert allows(grammar, written(tools, {"place": "x", "other": 1})) == (not strict)
+
+
+def test_an_answer_of_a_form_may_be_any_object_or_have_no_white_space() -> None:
+    for choice, is_bound in (("auto", True), ("required", False)):
+        form = StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
+        grammar = grammar_of("hermes", choice, answer=form)
+        assert allows(grammar, '{"a":[1]}') == is_bound
+        assert not allows(grammar, '{"a": [1]}')
+    with pytest.raises(InvalidArgumentError, match="regex"):
+        grammar_of("hermes", "auto", answer=StructuredOutputsParams(regex="a+"))
+    assert tool_grammar(AnswerFormat(), TOOLS, "auto", answer=form) is None
+
+
+def test_no_grammar_keeps_calls_apart_that_are_never_read() -> None:
+    assert tool_grammar(AnswerFormat(), TOOLS, "auto", parallel=False) is None
+    assert tool_grammar(AnswerFormat(None, "hermes"), [], "auto", parallel=False) is None
+    # A call of this format ends the answer.
+    assert tool_grammar(AnswerFormat(None, "gpt_oss"), TOOLS, "auto", parallel=False) is None
 
 
 def test_one_strict_tool_is_enough_for_a_grammar_with_auto() -> None:
