@@ -86,12 +86,20 @@ def capacity(engine: AttachedEngine) -> str:
     parts = [f"{len(cores)} engine cores"] if len(cores) > 1 else []
     parts += [f"{num_workers} workers"] if num_workers > len(cores) else []
     where = f"{' of '.join(parts)} on " if parts else ""
-    num_blocks, num_bytes = (
-        sum(core.num_blocks for core in cores),
-        sum(core.kv_cache_bytes for core in cores),
+    limit = count(first.max_model_len, "token")
+    return f"{where}{first.device} {first.dtype}, KV cache {cache_words(cores)}, context {limit}"
+
+
+def cache_words(cores: Sequence[EngineReady]) -> str:
+    """Say what the caches of all engine cores hold together: blocks of tokens, slots for recurrent state, or both."""
+    num_blocks, num_slots, num_bytes = (
+        sum(getattr(core, name) for core in cores)
+        for name in ("num_blocks", "num_state_slots", "kv_cache_bytes")
     )
-    cache = f"{count(num_blocks, 'block')} of {count(first.block_size, 'token')} ({size(num_bytes)})"
-    return f"{where}{first.device} {first.dtype}, KV cache {cache}, context {count(first.max_model_len, 'token')}"
+    parts = [f"{count(num_slots, 'slot')} for recurrent state"] if num_slots else []
+    if num_blocks or not num_slots:
+        parts.insert(0, f"{count(num_blocks, 'block')} of {count(cores[0].block_size, 'token')}")
+    return f"{' and '.join(parts)} ({size(num_bytes)})"
 
 
 def cores_of(engine: AttachedEngine) -> dict[int, EngineReady]:

@@ -164,12 +164,14 @@ def _differs_in_size(config: EngineConfig, own: EngineConfig) -> bool:
 
 def _size_fit(plan: SizePlan) -> TensorParallelFit:
     workers = plan.tensor_parallel_size * plan.pipeline_parallel_size
+    num_tables = _groups_of(plan).num_tables
     return TensorParallelFit(
         plan.tensor_parallel_size,
         plan.weights_bytes // workers,
-        _groups_of(plan).num_tables * plan.page_bytes // plan.block_size // workers,
+        num_tables * plan.page_bytes // plan.block_size // workers,
         plan.num_blocks,
         plan.problem,
+        num_tables,
     )
 
 

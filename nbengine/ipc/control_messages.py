@@ -214,6 +214,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     """The `machine_id` of the machine where the pids mean something."""
     started: int = 0
     """The start in its `ProcessIdentity`."""
+    num_state_slots: int = 0
+    """Slots for the states of recurrent layers, of requests and of checkpoints; 0 for a model without such layers."""
 
 
 class EngineDead(msgspec.Struct, tag="dead"):

@@ -21,7 +21,10 @@ _Value = Callable[[SchedulerStats], float]
 GAUGES: dict[str, tuple[str, _Value]] = {
     "num_requests_running": ("Requests that steps compute.", lambda s: s.num_running_reqs),
     "num_requests_waiting": ("Requests that wait for a place in a step.", lambda s: s.num_waiting_reqs),
-    "kv_cache_usage": ("Share of the KV cache's blocks in use, from 0 to 1.", lambda s: s.kv_cache_usage),
+    "kv_cache_usage": (
+        "Share of the KV cache's blocks in use, from 0 to 1 (of its slots, where it has no blocks).",
+        lambda s: s.kv_cache_usage,
+    ),
     "kv_cache_blocks": ("Blocks of the KV cache.", lambda s: s.num_blocks),
     "kv_cache_cached_blocks": ("Blocks that can be found by their prefix.", lambda s: s.num_cached_blocks),
     "sleep_level": ("0: awake, 1: without KV cache, 2: without weights, too.", lambda s: s.sleep_level),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from nbengine.metrics.requests import RequestStats
@@ -79,8 +81,19 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
 
     @property
     def kv_cache_usage(self) -> float:
-        """Return the share of the blocks in use, from 0 to 1."""
-        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+        """Return the share of the blocks in use, from 0 to 1; of a model without blocks, that of the slots."""
+        used, total = cache_use([self])
+        return used / total if total else 0.0
+
+
+def cache_use(engines: Collection[SchedulerStats]) -> tuple[int, int]:
+    """Return how many blocks of the engine cores' KV caches are in use, and how many there are; the slots of a model
+    whose layers all keep a state, which has no blocks."""
+    total = sum(engine.num_blocks for engine in engines)
+    if total:
+        return total - sum(engine.num_free_blocks for engine in engines), total
+    slots = sum(engine.num_state_slots for engine in engines)
+    return slots - sum(engine.num_free_state_slots for engine in engines), slots
 
 
 class EngineStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.metrics.stats import EngineStats
+from nbengine.metrics.stats import EngineStats, cache_use
 
 FORMATS = ("text", "json")
 
@@ -28,10 +28,9 @@ def load_format(asked: bytes | None) -> str | None:
 def load_metrics(stats: EngineStats) -> dict[str, float]:
     """Return what gateways go by, over all engine cores: use of the cache, and requests."""
     engines = stats.engines
-    blocks = sum(engine.num_blocks for engine in engines)
-    used = blocks - sum(engine.num_free_blocks for engine in engines)
+    used, total = cache_use(engines)
     return {
-        "kv_cache_usage_perc": round(used / blocks, 4) if blocks else 0.0,
+        "kv_cache_usage_perc": round(used / total, 4) if total else 0.0,
         "num_requests_running": sum(engine.num_running_reqs for engine in engines),
         "num_requests_waiting": sum(engine.num_waiting_reqs for engine in engines),
     }

@@ -45,7 +45,10 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "OLMoE: experts": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
-    "PhiMoE: experts of another name": ("Phimoe", {"num_local_experts": 4}),
+    "PhiMoE: experts of another name, a window of the mask alone": (
+        "Phimoe",
+        {**WINDOW, "num_local_experts": 4},
+    ),
     "GraniteMoE: experts in one tensor": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "DeepSeek-V3: latent attention, groups of experts": (
         "DeepseekV3",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nbengine.client.observe.process_usage import printable
 from nbengine.client.observe.trace_mirror import RequestView, TraceMirror
-from nbengine.metrics.stats import EngineStats, SchedulerStats
+from nbengine.metrics.stats import EngineStats, SchedulerStats, cache_use
 from nbengine.units import size
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.waves.timeline import WaveTimeline
@@ -46,9 +46,8 @@ def share(part: float, whole: float) -> str:
 
 
 def kv_use(engines: Sequence[SchedulerStats]) -> str:
-    """Format the share of the KV blocks in use."""
-    blocks = sum(engine.num_blocks for engine in engines)
-    return share(blocks - sum(engine.num_free_blocks for engine in engines), blocks)
+    """Format the share of the KV cache in use."""
+    return share(*cache_use(engines))
 
 
 def hit_rate(engines: Sequence[SchedulerStats]) -> str:

@@ -31,6 +31,8 @@ class TensorParallelFit:
     kv_bytes_per_token: int
     num_blocks: int
     problem: str
+    num_tables: int = 1
+    """The groups of layers that take blocks for a request's tokens, each for itself."""
 
     @property
     def fits(self) -> bool:
@@ -115,7 +117,7 @@ class FitReport:
         parts = [(self.verdict, f"<p><b>{escape(self.verdict)}</b></p>")]
         if self.weights_bytes:
             parts.append(table(self._figures()))
-        if self.fits and self.num_blocks:
+        if self.fits and self.kv_cache_bytes:
             parts.append(table(self._requests(), ["REQUESTS OF", "AT ONCE"]))
         if len(self.tensor_parallel) > 1:
             header = ["--tp", "WEIGHTS PER WORKER", "KV PER TOKEN AND WORKER", "BLOCKS", ""]
@@ -131,9 +133,10 @@ class FitReport:
         if self.fits and self.num_blocks:
             blocks = f"{count(self.num_blocks, 'block')} of {count(self.block_size, 'token')}"
             each = " in each engine core" if self.num_engine_cores > 1 else ""
-            rows[-1][1] += f", {blocks} ({size(self.kv_cache_bytes)}){each}"
+            rows[-1][1] += f", {blocks} ({size(self.num_blocks * self.page_bytes)}){each}"
         if self.slot_bytes:
-            slots = f", {count(self.num_state_slots, 'slot')}" if self.num_state_slots else ""
+            taken = size(self.num_state_slots * self.slot_bytes)
+            slots = f", {count(self.num_state_slots, 'slot')} ({taken})" if self.num_state_slots else ""
             rows.append(["recurrent state", f"{size(self.slot_bytes)} a request{slots}"])
         limit = f"{count(self.context_limit, 'token')}"
         if self.fits and self.max_model_len != self.context_limit:
@@ -156,8 +159,9 @@ class FitReport:
 def _size_row(each: TensorParallelFit, block_size: int, said: str) -> list[str]:
     """Make a row of the table; `said` is the problem that stands above it already."""
     outcome = "does not fit" if each.problem == said else each.problem
-    if each.fits:
-        outcome = f"{count(each.num_blocks * block_size, 'token')} of KV cache"
+    if each.fits and each.num_blocks:
+        # As many are there while no window has passed any.
+        outcome = f"{count(each.num_blocks // each.num_tables * block_size, 'token')} of KV cache"
     weights = size(each.weights_bytes) if each.weights_bytes else ""
     kv = size(each.kv_bytes_per_token) if each.kv_bytes_per_token else ""
     return [str(each.tensor_parallel_size), weights, kv, f"{each.num_blocks:,}" if each.fits else "", outcome]

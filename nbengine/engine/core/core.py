@@ -73,7 +73,7 @@ class EngineCore:
             self.model_info = self.model_executor.model_info()
             start = initialize_kv_cache(config, self.model_executor, self.model_info, self._report)
             self.num_blocks, self.max_model_len = start.num_blocks, start.max_model_len
-            self._has_kv_cache = bool(start.num_blocks or start.num_slots)
+            self.num_state_slots = start.num_slots
             self.workers = self.model_executor.worker_info()
             self.supported_tasks = tuple(self.model_info.get("supported_tasks", _DEFAULT_TASKS))
         except BaseException:
@@ -420,6 +420,7 @@ class EngineCore:
             workers=self.workers,
             machine=machine_id(),
             started=this_process().started,
+            num_state_slots=self.num_state_slots,
         )
 
     def shutdown(self) -> None:
@@ -428,6 +429,10 @@ class EngineCore:
         self.model_executor.shutdown()
 
     # Start.
+
+    @property
+    def _has_kv_cache(self) -> bool:
+        return bool(self.num_blocks or self.num_state_slots)
 
     def _scheduling_config(self) -> tuple[SchedulerConfig, CacheConfig]:
         """Return the configuration that fits the model: without a KV cache a prompt must take one step."""

@@ -45,9 +45,10 @@ _FEATURES = {
     "use_bidirectional_attention": "attention to later tokens",
     "alibi": "scores with ALiBi",
     "quantization_config": "quantised weights",
-    "auto_map": "code of its own beside the weights (trust_remote_code), which is never run",
 }
 """Entries of config.json that, where they are set, ask for what the backend does not do."""
+_WINDOW_EVERYWHERE = ("Starcoder2", "Phimoe")
+"""The beginnings of the names of classes whose `sliding_window` is that of all layers, without `layer_types`."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,11 @@ def missing_feature(hf: Mapping[str, Any]) -> str | None:
     for kind in hf.get("layer_types") or hf.get("layers_block_type") or ():
         if kind not in _LAYER_TYPES:
             return f"{_STATES.get(str(kind), 'layers of an unknown kind')} (layer type {kind!r})"
-    if known is not None and name not in known:
-        return f"a class that transformers {metadata.version('transformers')} does not have ({name})"
-    return None
+    if known is None or name in known:
+        return None
+    if hf.get("auto_map"):
+        return f"code of its own beside the weights (trust_remote_code), which is never run ({name})"
+    return f"a class that transformers {metadata.version('transformers')} does not have ({name})"
 
 
 @cache
@@ -160,6 +163,8 @@ def _architecture(hf: Mapping[str, Any]) -> str | None:
 def _layers(hf: Mapping[str, Any], num_layers: int) -> tuple[LayerConfig, ...]:
     """Return which keys each layer's queries see; empty: all before them, as far as config.json says."""
     types = hf.get("layer_types")
+    if not types and hf.get("sliding_window") and (_architecture(hf) or "").startswith(_WINDOW_EVERYWHERE):
+        types = ["sliding_attention"] * num_layers
     if not types or set(types) <= {"full_attention", "attention"}:
         return ()
     kinds = {

@@ -20,7 +20,6 @@ _FEATURES = {
     "is_encoder_decoder": "a decoder beside the encoder",
     "add_cross_attention": "cross-attention",
     "quantization_config": "quantised weights",
-    "auto_map": "code of its own beside the weights (trust_remote_code), which is never run",
 }
 """Entries of config.json that, where they are set, ask for what an encoder here does not do."""
 

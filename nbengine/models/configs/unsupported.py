@@ -7,21 +7,22 @@ from typing import Any
 
 from nbengine.errors import did_you_mean, shown
 
-_RECURRENT = "recurrent layers ({}), which keep a state a request"
+_RECURRENT = "recurrent layers ({}), which nbengine has for other architectures only"
+_ABSENT = "{}, which nbengine does not have"
 _OF_LAYER_TYPES = {
     "linear_attention": _RECURRENT.format("gated delta rule or linear attention"),
     "mamba": _RECURRENT.format("Mamba"),
     "conv": _RECURRENT.format("short convolutions"),
     "recurrent": _RECURRENT.format("RG-LRU"),
-    "chunked_attention": "attention in chunks with this family's other layers",
+    "chunked_attention": "attention in chunks, which nbengine has for other architectures only",
 }
 _OF_KEYS = {
-    "index_topk": "attention to the tokens that an indexer chooses",
+    "index_topk": _ABSENT.format("attention to the tokens that an indexer chooses"),
     "mamba_d_state": _RECURRENT.format("Mamba"),
     "state_size": _RECURRENT.format("Mamba"),
     "ssm_cfg": _RECURRENT.format("Mamba"),
-    "vision_config": "images or other inputs beside text",
-    "audio_config": "sound as an input",
+    "vision_config": _ABSENT.format("images or other inputs beside text"),
+    "audio_config": _ABSENT.format("sound as an input"),
 }
 
 
@@ -31,7 +32,7 @@ def why_unsupported(hf: Mapping[str, Any], known: Collection[str]) -> str:
     if not names:
         return "config.json has no architectures, so that it is unknown what model it is; hf_overrides can name one"
     missing = _missing(hf)
-    feature = f"; it needs {missing}, which nbengine does not have" if missing else ""
+    feature = f"; it needs {missing}" if missing else ""
     near = did_you_mean(names[0], known)
     return (
         f"architecture {shown(', '.join(names))} is not supported{feature}{near}. These run: "
@@ -42,7 +43,7 @@ def why_unsupported(hf: Mapping[str, Any], known: Collection[str]) -> str:
 
 def _missing(hf: Mapping[str, Any]) -> str:
     if hf.get("is_encoder_decoder"):
-        return "an encoder and a decoder in one model"
+        return _ABSENT.format("an encoder and a decoder in one model")
     types = hf.get("layer_types")
     for kind in types if isinstance(types, list) else ():
         if kind in _OF_LAYER_TYPES:

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nbengine.errors import ModelLoadError, shown
+from nbengine.kv_cache.specs import FULL, LayerRule
 from nbengine.models.configs.transformers_config import GENERATORS
 from nbengine.models.families import transformers_attention
 from nbengine.models.families.transformers_attention import LayerShape, Probe, handle
+from nbengine.models.families.transformers_masks import MaskProbe, masks_made
 from nbengine.models.families.transformers_stacks import Paths, checked_stacks, noted_stacks
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
     from nbengine.models.configs.transformers_config import TransformersConfig
 
+_LOG = logging.getLogger(__name__)
 _META = torch.device("meta")
 _PROBE_TOKENS = 3
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -178,10 +182,13 @@ def _run_on_meta(model: PreTrainedModel, config: TransformersConfig) -> Tried:
             name, f"{others} of {config.num_layers} layers that keep something else than keys and values"
         )
     paths = {id(module): path for path, module in model.named_modules()}
+    rules = _rules_of_masks(model)
     layers = {
-        index: (paths[id(module)], _with_rule(shape, config, index))
+        index: (paths[id(module)], _with_rule(shape, config, index, rules.get(index)))
         for index, (module, shape) in sorted(probe.layers.items())
     }
+    if not rules:
+        _check_windows(config, (shape for _, shape in layers.values()))
     if len({(shape.num_heads, shape.num_kv_heads, shape.head_dim) for _, shape in layers.values()}) > 1:
         raise _refused(name, "layers with different heads")
     width = outcome.last_hidden_state.shape[-1]
@@ -190,29 +197,62 @@ def _run_on_meta(model: PreTrainedModel, config: TransformersConfig) -> Tried:
     return Tried(paths[id(trunk)], type(outcome), layers, width, checked)
 
 
-def _run(model: PreTrainedModel) -> Any:
+def _run(model: PreTrainedModel, attention_mask: Tensor | None = None) -> Any:
     """Return the logits of some tokens, without numbers."""
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device=_META)
+    positions = torch.zeros_like(ids)
     with _experts_on_meta(model), torch.inference_mode(mode=False), torch.no_grad():
-        return model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False).logits
+        found = model(input_ids=ids, position_ids=positions, attention_mask=attention_mask, use_cache=False)
+    return found.logits
 
 
-def _with_rule(shape: LayerShape, config: TransformersConfig, index: int) -> LayerShape:
-    """Enter what config.json says of a layer's window, which the mask would have told other attention functions."""
-    rule = config.layer(index)
-    if rule.attention == "chunk":
-        return replace(shape, chunk=rule.size)
-    if rule.attention == "window":
-        if shape.window not in (None, rule.size):
-            raise ModelLoadError(
-                f"config.json gives layer {index} a window of {rule.size}, {config.architecture} one of {shape.window}"
-            )
-        return replace(shape, window=rule.size)
-    return shape
+def _rules_of_masks(model: PreTrainedModel) -> Mapping[int, LayerRule]:
+    """Return what the masks of layers let their queries see, by the layers' numbers; layers of which masks do not tell
+    are left out."""
+    probe = MaskProbe()
+    with _handled(model, probe), masks_made(model):
+        try:
+            _run(model, attention_mask=torch.ones((1, _PROBE_TOKENS), dtype=torch.int64, device=_META))
+        except (RuntimeError, TypeError, ValueError) as error:
+            # A class may take no mask, or ask for its numbers, and there are none. What its layers say is known without.
+            _LOG.debug("the masks of %s are not known: %s", type(model).__name__, shown(str(error)))
+    return probe.rules
+
+
+def _with_rule(
+    shape: LayerShape, config: TransformersConfig, index: int, mask: LayerRule | None
+) -> LayerShape:
+    """Enter which keys a layer's queries see: as its mask says and, where that is not known, config.json."""
+    stated = config.cache_rules()[index]
+    if mask is None and stated == FULL:
+        return shape
+    rule = mask or stated
+    if mask is None and stated.kind == "window" and shape.window is not None:
+        rule = LayerRule("window", shape.window)
+    # The cache gives back what config.json says that nobody sees.
+    if stated not in (FULL, rule):
+        raise ModelLoadError(
+            f"config.json gives layer {index} a {stated.kind} of {stated.size}, {config.architecture} {_in_words(rule)}"
+        )
+    sizes = {rule.kind: rule.size}
+    return replace(shape, window=sizes.get("window"), chunk=sizes.get("chunk"))
+
+
+def _in_words(rule: LayerRule) -> str:
+    return "none" if rule == FULL else f"a {rule.kind} of {rule.size}"
+
+
+def _check_windows(config: TransformersConfig, shapes: Iterable[LayerShape]) -> None:
+    """Check, where masks are not known, that config.json states no window that no layer has."""
+    if any(shape.window or shape.chunk for shape in shapes) or config.hf.get("use_sliding_window") is False:
+        return
+    for key in ("sliding_window", "attention_chunk_size"):
+        if config.hf.get(key):
+            raise _refused(config.architecture, f"a {key} of which its layers do not tell")
 
 
 @contextlib.contextmanager
-def _handled(model: PreTrainedModel, probe: Probe) -> Iterator[None]:
+def _handled(model: PreTrainedModel, probe: Probe | MaskProbe) -> Iterator[None]:
     for module in model.modules():
         handle(module, probe)
     try:

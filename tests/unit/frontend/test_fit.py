@@ -70,7 +70,29 @@ def test_a_report_counts_groups_and_slots() -> None:
     assert [report.concurrency(length) for length in (1, 1600, 4096)] == [12, 9, 3]
     assert replace(report, num_spare_slots=4).concurrency(1) == 8
     assert report.kv_cache_bytes == 16_384_000 + 12 * (2 << 20)
-    assert "2 MiB a request, 12 slots" in str(report)
+    assert "2 MiB a request, 12 slots (24 MiB)" in str(report)
+    assert "1,000 blocks of 16 tokens (15.6 MiB)" in str(report)
+
+
+def test_tokens_of_several_groups_share_the_blocks() -> None:
+    sizes = (
+        TensorParallelFit(1, 2 * GIB, 1024, 1000, "", num_tables=4),
+        TensorParallelFit(2, GIB, 512, 2000, "", num_tables=4),
+    )
+    text = str(replace(REPORT, tensor_parallel=sizes))
+    assert "4,000 tokens of KV cache" in text
+    assert "8,000 tokens of KV cache" in text
+
+
+def test_a_report_of_states_alone_counts_their_slots() -> None:
+    groups = make_groups([LayerRule("recurrent", 1000)])
+    sizes = tuple(TensorParallelFit(size, GIB, 0, 0, "", num_tables=0) for size in (1, 2))
+    report = replace(
+        REPORT, groups=groups, page_bytes=0, num_blocks=0, slot_bytes=2 << 20, num_state_slots=12
+    )
+    text = str(replace(report, tensor_parallel=sizes))
+    assert "2,048 tokens  12" in text
+    assert "of KV cache" not in text
 
 
 def test_a_report_of_what_does_not_fit_says_why_and_what_would() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -13,9 +14,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.client.engines.directory import ReapReport
 from nbengine.errors import EngineDeadError, EngineStartError
 from nbengine.magics.engines.ledger import Ledger
+from nbengine.magics.engines.reports import cache_words
 from nbengine.runtime.connection import log_dir
 from nbengine.runtime.logs import worker_log_path
-from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
+from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher, make_ready
 
 Capture = pytest.CaptureFixture[str]
 
@@ -65,11 +67,14 @@ def test_start_replaces_one_output_in_a_notebook(
 def test_a_start_takes_the_default_model_and_values_from_variables(
     shell: InteractiveShell, backend: FakeBackend
 ) -> None:
-    shell.user_ns.update(size=128, overrides='{"rope_theta": 1}')
-    shell.run_cell("%engine start --max-model-len {size} --hf-overrides {overrides}").raise_error()
+    shell.user_ns.update(size=128, overrides='{"rope_theta": 1}', template="{{messages[0].content}}")
+    shell.run_cell(
+        "%engine start --max-model-len {size} --hf-overrides {overrides} --chat-template {template}"
+    ).raise_error()
     config = backend.clients["smollm2-135m"].config
     assert config.model.max_model_len == 128
     assert config.model.hf_overrides == {"rope_theta": 1}
+    assert config.model.chat_template == "{{messages[0].content}}"
 
 
 def test_a_second_start_is_refused_unless_named(
@@ -187,6 +192,13 @@ def test_a_start_of_several_engine_cores_says_what_they_hold_together(
     shell.run_cell("%engine start random-tiny --dp 2").raise_error()
     last = capsys.readouterr().out.splitlines()[-1]
     assert "2 engine cores on cpu float32, KV cache 128 blocks of 16 tokens (2 MiB), context 1,024" in last
+
+
+def test_slots_for_recurrent_state_are_named_and_blocks_only_where_there_are_some() -> None:
+    both = msgspec.structs.replace(make_ready(0), num_state_slots=6)
+    assert cache_words([both, both]) == "128 blocks of 16 tokens and 12 slots for recurrent state (2 MiB)"
+    alone = msgspec.structs.replace(both, num_blocks=0)
+    assert cache_words([alone]) == "6 slots for recurrent state (1 MiB)"
 
 
 def test_detach_leaves_the_engine_running(

@@ -10,6 +10,7 @@ from prometheus_client.registry import CollectorRegistry
 from nbengine.metrics.exposition import HISTOGRAMS, EngineCollector, exposition
 from nbengine.metrics.requests import RequestStats
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
+from nbengine.server.load_header import load_metrics
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 PUBLISHED = (
@@ -71,6 +72,13 @@ def test_every_published_name_has_a_series_for_each_engine_core(accept: str) -> 
     found = samples(accept)
     for engine in "01":
         assert {name for name, at, _ in found if at == engine} >= set(PUBLISHED)
+
+
+def test_a_cache_of_states_alone_is_as_full_as_its_slots_are() -> None:
+    stats = SchedulerStats(num_state_slots=8, num_free_state_slots=2)
+    assert stats.kv_cache_usage == 0.75
+    assert load_metrics(EngineStats(engines=[stats, SchedulerStats()]))["kv_cache_usage_perc"] == 0.75
+    assert SchedulerStats().kv_cache_usage == 0
 
 
 def test_gauges_and_counters_have_the_scheduler_s_values() -> None:

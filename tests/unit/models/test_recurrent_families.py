@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from parallel_support import ThreadWorld
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nbengine.kernels.dispatch import RecurrentKernels, select_kernels, select_recurrent_kernels
@@ -209,7 +210,7 @@ def test_a_model_that_begins_with_recurrent_layers_is_warmed_up(
 
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
-def test_a_model_with_images_runs_as_its_text(
+def test_a_model_with_images_and_heads_for_further_tokens_runs_as_its_text(
     kind: str, tmp_path: Path, load: Any, random_model: Any
 ) -> None:
     import transformers
@@ -221,6 +222,8 @@ def test_a_model_with_images_runs_as_its_text(
     config = model_class.config_class(text_config=text, vision_config=vision)
     oracle = model_class._from_config(config, attn_implementation="eager").float().eval()
     oracle.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "mtp.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}, file)
     tokens = tokens_of(70)
     assert_same(HybridRunner(load(tmp_path)).step({"a": tokens})["a"], expected_of(oracle, tokens))
 

@@ -11,12 +11,14 @@ from parallel_support import ThreadWorld
 from random_models import assert_greedy
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers_cases import CLASSES, GROUPED, HEADS, LATENT, WINDOW
+from transformers_cases import CLASSES, GROUPED, HEADS, LATENT, LLAMA_4, WINDOW
 
 from nbengine.config import ModelConfig
 from nbengine.distributed.communicator import ParallelState
 from nbengine.errors import InvalidArgumentError, ModelLoadError, NBEngineError
+from nbengine.kv_cache.specs import FULL, LayerRule
 from nbengine.models.configs.hf_config import load_hf_config
+from nbengine.models.configs.transformers_config import transformers_config
 from nbengine.models.families.transformers_backend import (
     TransformersForCausalLM,
     TransformersForSequenceClassification,
@@ -25,7 +27,7 @@ from nbengine.models.loading import weights_bytes_of
 from tests.support.thorough import amount
 from tests.tools.compared_models import THROUGH_TRANSFORMERS
 
-PROMPTS = {"long": amount(40, thorough=60), "one": 1, "short": 9}
+PROMPTS = {"long": amount(40, thorough=100), "one": 1, "short": 9}
 NEW_TOKENS = 8
 
 
@@ -74,7 +76,7 @@ def model(saved: tuple[PreTrainedModel, Path], load: Any) -> TransformersForCaus
     return found
 
 
-@pytest.mark.parametrize("chunk", amount([7], thorough=[1, 7, 1000]))
+@pytest.mark.parametrize("chunk", amount([7], thorough=[1, 7, 64, 1000]))
 def test_greedy_tokens_are_those_of_transformers_in_mixed_batches_and_in_chunks(
     saved: tuple[PreTrainedModel, Path],
     model: TransformersForCausalLM,
@@ -268,7 +270,10 @@ def test_what_cannot_run_is_refused_by_the_feature_that_is_missing(
     ("overrides", "message"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "trust_remote_code.*never run"),
+        (
+            {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
+            "trust_remote_code.*never run",
+        ),
         (
             {"architectures": ["OwnForCausalLM"]},
             "a class that transformers .* does not have .OwnForCausalLM.",
@@ -286,6 +291,59 @@ def test_entries_of_the_configuration_that_ask_for_more_are_refused_by_name(
     random_model("StableLm").save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=message):
         load(tmp_path, hf_overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "overrides"),
+    [
+        ("Llama4", LLAMA_4, {"layer_types": None}),
+        (
+            "Qwen2Moe",
+            {**WINDOW, "num_experts": 4, "use_sliding_window": True, "max_window_layers": 1},
+            {"layer_types": None},
+        ),
+        ("StableLm", {}, {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}),
+    ],
+    ids=["chunks that the class finds", "windows that the class finds", "code that is not needed"],
+)
+def test_what_the_class_makes_of_a_configuration_counts(
+    kind: str,
+    settings: dict[str, Any],
+    overrides: dict[str, Any],
+    tmp_path: Path,
+    load: Any,
+    make_runner: Any,
+    random_model: Any,
+) -> None:
+    oracle = random_model(kind, **settings)
+    oracle.save_pretrained(tmp_path)
+    model = load(tmp_path, model_impl="transformers", hf_overrides=overrides)
+    tokens = tokens_of(30)
+    found = make_runner(model).step({"a": tokens})["a"]
+    torch.testing.assert_close(found, logits_of(oracle, tokens), rtol=0, atol=1e-4)
+
+
+def test_what_the_cache_would_give_back_is_what_the_class_does_not_see(
+    tmp_path: Path, load: Any, random_model: Any
+) -> None:
+    random_model("Llama").save_pretrained(tmp_path)
+    overrides = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], **WINDOW}
+    with pytest.raises(ModelLoadError, match="gives layer 1 a window of 5, LlamaForCausalLM none"):
+        load(tmp_path, model_impl="transformers", hf_overrides=overrides)
+
+
+@pytest.mark.parametrize("kind", ["Starcoder2", "Phimoe"])
+def test_windows_of_all_layers_are_known_to_the_cache(kind: str) -> None:
+    hf = {
+        "architectures": [f"{kind}ForCausalLM"],
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "vocab_size": 96,
+        "max_position_embeddings": 64,
+    }
+    assert transformers_config(hf | WINDOW).cache_rules() == (LayerRule("window", 5),) * 3
+    assert transformers_config(hf | {"sliding_window": None}).cache_rules() == (FULL,) * 3
 
 
 def test_sizes_that_the_class_does_not_have_are_refused_with_both(
