@@ -18,19 +18,18 @@ def write_kv(
     *,
     keys_transposed: bool = False,
 ) -> None:
-    """Do what `Kernels.write_kv` does, one token at a time."""
-    block_size = kv_cache.shape[3]
+    """Do what `Kernels.write_kv` does."""
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept].long()
+    blocks, offsets = slots // kv_cache.shape[3], slots % kv_cache.shape[3]
     for half, (tensor, is_key) in enumerate([(key, True), (value, False)]):
         numbers, scales = rows_of(kv_cache[half], tensor.shape[2], is_key and keys_transposed)
-        if scales is not None:
+        if scales is None:
+            numbers[blocks, :, offsets] = tensor[kept]
+        else:
             levels, largest = rounded_heads(tensor)
-        for token, slot in enumerate(slot_mapping.tolist()):
-            if slot < 0:
-                continue
-            block, offset = divmod(slot, block_size)
-            numbers[block, :, offset] = tensor[token] if scales is None else levels[token]
-            if scales is not None:
-                scales[block, :, offset] = largest[token]
+            numbers[blocks, :, offsets] = levels[kept]
+            scales[blocks, :, offsets] = largest[kept]
 
 
 def paged_attention(
@@ -52,21 +51,18 @@ def paged_attention(
         start, stop = metadata.query_start_loc[request : request + 2].tolist()
         seq_len = int(metadata.seq_lens[request])
         first = options.first_seen(seq_len - (stop - start))
-        slots = [
-            (int(metadata.block_table[request, position // block_size]), position % block_size)
-            for position in range(first, seq_len)
-        ]
+        keys_at = torch.arange(first, seq_len, device=query.device)
+        blocks = metadata.block_table[request].long()[keys_at // block_size]
         dense_keys, dense_values = (
-            torch.stack(
-                [_head_numbers(half, block, offset) for block, offset in slots], dim=1
-            ).repeat_interleave(num_heads // kv_cache.shape[2], dim=0)
+            _head_numbers(half, blocks, keys_at % block_size).repeat_interleave(
+                num_heads // kv_cache.shape[2], dim=0
+            )
             for half in halves
         )
         queries = query[start:stop].double().transpose(0, 1)
         scores = queries @ dense_keys.transpose(1, 2) * options.scale
         if options.soft_cap is not None:
             scores = (scores / options.soft_cap).tanh() * options.soft_cap
-        keys_at = torch.arange(first, seq_len, device=query.device)
         queries_at = torch.arange(seq_len - (stop - start), seq_len, device=query.device)[:, None]
         hidden = (keys_at > queries_at) | (keys_at < options.first_seen(queries_at))
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -145,8 +141,12 @@ def rows_of_keys(kv_cache: torch.Tensor, keys_transposed: bool) -> torch.Tensor:
     return rows_of(kv_cache[0], kv_cache.shape[4], keys_transposed)[0]
 
 
-def _head_numbers(half: tuple[torch.Tensor, torch.Tensor | None], block: int, offset: int) -> torch.Tensor:
-    """Return a token's heads [num_kv_heads, head_dim] in float64."""
+def _head_numbers(
+    half: tuple[torch.Tensor, torch.Tensor | None], blocks: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return the heads [num_kv_heads, tokens, head_dim] of the tokens in these places, in float64."""
     rows, scales = half
-    numbers = rows[block, :, offset].double()
-    return numbers if scales is None else numbers * scales[block, :, offset, None].double()
+    numbers = rows[blocks, :, offsets].double()
+    if scales is not None:
+        numbers *= scales[blocks, :, offsets, None].double()
+    return numbers.transpose(0, 1)

@@ -28,14 +28,15 @@ _DIGEST_BYTES = 32
 
 
 class KernelStore:
-    """Object files in a directory of this user's, the most recently used `MOST_FILES` of them.
+    """Object files in a directory of this user's, the most recently used `most_files` of them.
 
     A file begins with a digest of its key and its code: linking half a file would end the process. Whatever
     happens to the directory harms nobody: what cannot be read or written is compiled.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, most_files: int = MOST_FILES) -> None:
         self._directory = directory
+        self._most_files = most_files
 
     def get(self, key: str) -> bytes | None:
         """See `nbengine.kernels.cpu.jit.MachineCodeStore.get`."""
@@ -71,9 +72,9 @@ class KernelStore:
 
     def _drop_oldest(self) -> None:
         files = [path for path in self._directory.iterdir() if path.suffix == ".o"]
-        if len(files) > MOST_FILES:
+        if len(files) > self._most_files:
             files.sort(key=_last_use)
-            for path in files[: len(files) - MOST_FILES]:
+            for path in files[: len(files) - self._most_files]:
                 path.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:

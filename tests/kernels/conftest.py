@@ -15,6 +15,9 @@ from nbengine.kernels.attention_metadata import AttentionMetadata, build_attenti
 from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.dispatch import ExpertKernels, Kernels
 from nbengine.kernels.kv_cache import cache_shape
+from tests.support.shared_kernels import many_kernels_are_compiled_once
+
+__all__ = ["many_kernels_are_compiled_once"]
 
 NO_SUCH_BLOCK = 2**30
 NOWHERE = [NO_SUCH_BLOCK, -1, -(2**31), 2**31 - 1]

@@ -168,7 +168,7 @@ def test_a_kernel_is_compiled_where_nothing_can_be_kept(compilations, directory,
 
 
 def test_only_the_files_used_last_are_kept(compilations, directory, monkeypatch):
-    monkeypatch.setattr(kernel_store, "MOST_FILES", 3)
+    monkeypatch.setattr(cpu_jit, "_store", KernelStore(directory, 3))
     for number in range(3):
         add(number)
     for age, file in enumerate(sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime_ns)):
