@@ -25,7 +25,7 @@ def write_kv(
     for half, (tensor, is_key) in enumerate([(key, True), (value, False)]):
         numbers, scales = rows_of(kv_cache[half], tensor.shape[2], is_key and keys_transposed)
         if scales is None:
-            numbers[blocks, :, offsets] = tensor[kept]
+            numbers[blocks, :, offsets] = tensor[kept].to(numbers.dtype)
         else:
             levels, largest = rounded_heads(tensor)
             numbers[blocks, :, offsets] = levels[kept]

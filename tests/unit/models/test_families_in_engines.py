@@ -41,7 +41,12 @@ LONG_ANSWER, ANSWER = 40, 24
 """The tokens after which the blocks have run out and a wrong table shows: with several kinds of layers, and with one."""
 SMALL_PROMPTS, FEWER_BLOCKS = [prompt[:4] for prompt in MANY_PROMPTS], 10
 """The same where all layers have a window: sequences that are longer than it need no more blocks."""
-ALL_WINDOWS = ("mistral window", "phi3")
+ALL_WINDOWS = (
+    "mistral window",
+    "phi3",
+    "Starcoder2: a window in all layers",
+    "PhiMoE: experts of another name, a window of the mask alone",
+)
 NAMES = [*CASES, *recurrent_cases.CASES, *CLASSES]
 USUAL = [
     "mistral window",
