@@ -165,7 +165,7 @@ def test_a_dashboard_pops_out_into_a_window_that_goes_on_and_has_the_notebook_s_
     expect(own.root.locator("tbody tr").first.locator(".nbe-bar").nth(1)).to_have_text(re.compile("^400 / "))
     assert own.num_steps >= steps + 400
     own.root.get_by_role("button", name="The last hour").click()
-    expect(own.root.get_by_role("img", name="tokens/s")).to_be_visible()
+    expect(own.root.get_by_role("application", name="tokens/s")).to_be_visible()
     for dark in (True, False):
         set_theme(page, dark=dark)
         theme = "dark" if dark else "light"

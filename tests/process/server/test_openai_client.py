@@ -73,9 +73,9 @@ def test_tokens_of_a_stream_are_sent_together(told_together: Any) -> None:
         model="random-tiny", prompt="a", max_tokens=20, stream=True
     )
     texts = [chunk.choices[0].text for chunk in stream if chunk.choices[0].text]
-    assert texts[0] == letters("a", 1)
     assert "".join(texts) == letters("a", 20)
-    # The minute may end in between, once.
+    # The first token comes at once (`tests/unit/scheduler/test_held_outputs.py`), where the server does not read it with
+    # the others; and the minute may end in between, once.
     assert len(texts) <= 3
 
 
