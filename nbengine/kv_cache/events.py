@@ -29,7 +29,8 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, gc=False):
     group: int = 0
     """The group of the model's layers whose keys and values the blocks hold. In a model with several groups there
     are blocks of each for the same tokens; the hashes of all but group 0 end with the group's number in two bytes,
-    here and in other messages, and parents are those of group 0."""
+    here and in other messages, and parents are those of group 0. Checkpoints of recurrent layers are no blocks, and no
+    event tells of them: a prefix is found up to one of these, which may be before the end of its blocks."""
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True, gc=False):
