@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -121,3 +122,26 @@ def test_it_ends_with_a_clear_line_when_its_engine_dies(
     os.kill(engine.info.host_pid, signal.SIGKILL)
     assert process.wait(60) == 1
     assert "the server ends, because its engine has ended: " in output.read_text().splitlines()[-1]
+
+
+@pytest.mark.timeout(300)
+def test_a_stop_while_the_engine_starts_leaves_nothing_and_a_key_of_the_environment_is_not_seen(
+    no_leftovers: None,
+) -> None:
+    arguments = ["serve", "random-tiny", "--port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, *arguments], env={**os.environ, "NBENGINE_API_KEY": KEY}
+    )
+    try:
+        port = wait_for_port(process)
+        assert httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"}).status_code == 401
+        for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+            # Processes come and go while an engine starts.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                assert not any(KEY in word for word in (*one.cmdline(), *one.environ().values()))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
