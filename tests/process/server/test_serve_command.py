@@ -135,7 +135,9 @@ def test_a_stop_while_the_engine_starts_leaves_nothing_and_a_key_of_the_environm
     try:
         port = wait_for_port(process)
         assert httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"}).status_code == 401
-        for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+        serving = psutil.Process(process.pid)
+        wait_for(lambda: serving.children(), "the engine's host to be started")
+        for one in (serving, *serving.children(recursive=True)):
             # Processes come and go while an engine starts.
             with contextlib.suppress(psutil.NoSuchProcess):
                 assert not any(KEY in word for word in (*one.cmdline(), *one.environ().values()))
