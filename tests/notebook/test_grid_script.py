@@ -65,13 +65,14 @@ def show_grid(page: Page) -> None:
     """Show a grid of 120 rows, of which the page has 40, and its table of scores."""
     first = [row(number) for number in range(40)]
     mount(page, "cells", grid="g", columns=[[]], num_rows=120, first_rows=first, foot=[])
-    summary = {"scores": ["size"], "rows": [{"label": "all", "cells": ["3"]}] * 2, "note": ""}
+    means = {"title": "setting", "scores": ["size"], "rows": [{"label": "a", "cells": ["3"]}] * 2, "note": ""}
+    differences = {**means, "title": "against a", "rows": [{"label": "b", "cells": ["+0, n 9"]}]}
     order = {"size": list(range(120))}
     mount(
         page,
         "scores",
         grid="g",
-        summary=summary,
+        summary={**means, "differences": differences},
         order=order,
         differing=[number < 3 for number in range(120)],
     )
@@ -97,10 +98,17 @@ def test_without_a_kernel_a_grid_sorts_and_filters_the_rows_that_it_has(page: Pa
 def test_scores_that_change_are_shown_and_move_no_row(page: Page) -> None:
     show_grid(page)
     page.evaluate("models[1].set('order', { size: Array.from({ length: 120 }, (_, n) => -n) })")
+    table = page.get_by_role("table").filter(has_text="against a")
+    expect(table.get_by_role("row")).to_have_text(["against asize", "b+0, n 9"])
     page.evaluate(
-        "models[1].set('summary', { ...models[1].get('summary'), rows: [{ label: 'all', cells: ['4'] }] })"
+        """() => {
+            const { differences, ...means } = models[1].get('summary');
+            const rows = (text) => [{ label: 'b', cells: [text] }];
+            const changed = { ...differences, rows: rows('+1, n 9') };
+            models[1].set('summary', { ...means, rows: rows('4'), differences: changed });
+        }"""
     )
-    expect(page.locator(".nbs td")).to_have_text(["4"])
+    expect(page.locator(".nbs td")).to_have_text(["4", "+1, n 9"])
     assert drawn(page) == list(range(40))
     page.get_by_role("button", name="size").click()
     assert drawn(page) == list(range(40))
