@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOTE = f"mean, {CONFIDENCE * 100:.0f} % interval, number of scores"
+DIFFERENCE_NOTE = f"difference over the same prompts, {CONFIDENCE * 100:.0f} % interval, number of prompts"
 _LABEL_CHARACTERS = 80
 
 
@@ -50,18 +51,21 @@ def score_marks(result: ComparisonResult, position: int) -> tuple[ScoreMark, ...
 
 
 def summary_tables(result: ComparisonResult) -> tuple[str, str]:
-    """Make the table of means as (plain text, HTML): a row a setting, a column a score."""
-    contents = _contents(Experiment(result), result)
-    rows = [[row["label"], *row["cells"]] for row in contents["rows"]]
-    plain, html = table(rows, ["setting", *contents["scores"]])
-    return f"{plain}\n[{NOTE}]", f"<div {PLAIN}>{html}</div>{muted(NOTE)}"
+    """Make the tables of means and of differences to the first setting as (plain text, HTML).
+
+    A single setting has no differences.
+    """
+    experiment = Experiment(result)
+    contents = [_means(experiment, result), _differences(experiment, result)]
+    tables = [_table(content) for content in contents if content["rows"]]
+    return "\n".join(plain for plain, _ in tables), "".join(html for _, html in tables)
 
 
 class ScoreView:
     """The table of means, as an output of its own that is replaced while scores come.
 
-    In the end it is a widget whose buttons sort and filter the rows of the grid below it, or the table alone
-    where there is no widget.
+    In the end it has the differences, too, and is a widget whose buttons sort and filter the rows of the grid below
+    it, or the tables alone where there is no widget.
     """
 
     def __init__(
@@ -90,16 +94,18 @@ class ScoreView:
         if num_found == self._num_shown:
             return 0
         self._num_shown = num_found
-        self._shown = summary_tables(self._result)
+        # Differences wait for the end: of thousands of prompts they cost more than the means.
+        self._shown = _table(_means(Experiment(self._result), self._result))
         return self._live.show(self._static())
 
     def finish(self) -> None:
-        """Show the final table, with the widget."""
-        self.update()
+        """Show the final tables, with the widget."""
+        self._shown = summary_tables(self._result)
         try:
             from nbengine.widgets.grid.widget import ScoresWidget
         except ImportError as error:
             logger.info("scores are shown without a widget: %s", error)
+            self._live.show(self._static())
             return
         self._widget = ScoresWidget(self, grid=self.grid, **self._data())
         self._live.show({**self._static(), **self._widget.mime_bundle()})
@@ -128,8 +134,9 @@ class ScoreView:
     def _data(self) -> dict[str, Any]:
         """Return what the widget knows of the scores."""
         experiment, width = Experiment(self._result), len(self._layout.columns)
+        differences = _differences(experiment, self._result)
         return {
-            "summary": {**_contents(experiment, self._result), "note": NOTE},
+            "summary": {**_means(experiment, self._result), "differences": differences},
             "order": _orders(experiment, self._result, width),
             "differing": _differing(experiment, len(self._result), width),
         }
@@ -139,8 +146,14 @@ class ScoreView:
         return {"text/plain": plain, "text/html": html}
 
 
-def _contents(experiment: Experiment, result: ComparisonResult) -> dict[str, Any]:
-    """Make the table's contents in words: `scores` and `rows`, each with a `label` and `cells`."""
+def _table(contents: dict[str, Any]) -> tuple[str, str]:
+    rows = [[row["label"], *row["cells"]] for row in contents["rows"]]
+    plain, html = table(rows, [contents["title"], *contents["scores"]])
+    return f"{plain}\n[{contents['note']}]", f"<div {PLAIN}>{html}</div>{muted(contents['note'])}"
+
+
+def _means(experiment: Experiment, result: ComparisonResult) -> dict[str, Any]:
+    """Make the table of means in words: `title`, `scores`, `rows`, each with a `label` and `cells`, and `note`."""
     names = result.scores.names
     rows = [
         {
@@ -156,7 +169,24 @@ def _contents(experiment: Experiment, result: ComparisonResult) -> dict[str, Any
         }
         for number, settings in enumerate(experiment.settings)
     ]
-    return {"scores": names, "rows": rows}
+    return {"title": "setting", "scores": names, "rows": rows, "note": NOTE}
+
+
+def _differences(experiment: Experiment, result: ComparisonResult) -> dict[str, Any]:
+    """Make the table of differences to the first setting in words, as `_means` does: a row for each further one."""
+    names = result.scores.names
+    first, *others = map(_setting_label, experiment.settings)
+    rows = [
+        {
+            "label": label,
+            "cells": [
+                _difference(experiment.difference(name, 0, number), is_share=result.scores.is_truth(name))
+                for name in names
+            ],
+        }
+        for number, label in enumerate(others, 1)
+    ]
+    return {"title": f"against {first}", "scores": names, "rows": rows, "note": DIFFERENCE_NOTE}
 
 
 def _orders(experiment: Experiment, result: ComparisonResult, width: int) -> dict[str, list[float | None]]:
@@ -203,10 +233,23 @@ def _estimate(estimate: Estimate, *, is_share: bool, num_failed: int) -> str:
         return f"none{failed}"
     scale, unit = (100, " %") if is_share else (1, "")
     number = ".0f" if is_share else ".3g"
-    interval = ""
-    if estimate.low is not None and estimate.high is not None:
-        interval = f" ({scale * estimate.low:{number}} to {scale * estimate.high:{number}}{unit})"
+    interval = _interval(estimate, scale, number, unit)
     return f"{scale * estimate.mean:{number}}{unit}{interval}, n {estimate.n}{failed}"
+
+
+def _difference(estimate: Estimate, *, is_share: bool) -> str:
+    """Format a difference, that of shares in percentage points: `+12 points (-3 to 27), n 20`."""
+    if estimate.mean is None:
+        return "none"
+    scale, unit, number = (100, " points", "z.0f") if is_share else (1, "", "z.3g")
+    interval = _interval(estimate, scale, number)
+    return f"{scale * estimate.mean:+{number}}{unit}{interval}, n {estimate.n}"
+
+
+def _interval(estimate: Estimate, scale: int, number: str, unit: str = "") -> str:
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f" ({scale * estimate.low:{number}} to {scale * estimate.high:{number}}{unit})"
 
 
 def _mark(result: ComparisonResult, label: str, name: str, place: Place) -> ScoreMark | None:

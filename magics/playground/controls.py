@@ -3,59 +3,94 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.generation.arguments import add_sampling_flags
 
-_SLIDERS = {"temperature": (0.0, 2.0, 0.05), "top_p": (0.0, 1.0, 0.01), "min_p": (0.0, 1.0, 0.01)}
-"""The least and the largest value and the step of the parameters whose range is worth a slider."""
+_SLIDERS = {
+    "temperature": (0.0, 2.0, 0.05, 1.0),
+    "top_p": (0.01, 1.0, 0.01, 1.0),
+    "top_k": (0, 200, 1, 0),
+    "min_p": (0.0, 1.0, 0.01, 0.0),
+    "max_tokens": (16, 4096, 16, 512),
+    "thinking_budget": (0, 4096, 32, 4096),
+    "n": (1, 16, 1, 1),
+    "presence_penalty": (-2.0, 2.0, 0.1, 0.0),
+    "frequency_penalty": (-2.0, 2.0, 0.1, 0.0),
+    "repetition_penalty": (0.5, 2.0, 0.05, 1.0),
+}
+"""The least and the largest value, the step, and the place while nothing is entered, of the parameters with a slider.
+
+The field beside a slider takes what lies beyond it. A seed is no quantity, and has the field alone.
+"""
+_PENALTIES = {
+    "presence_penalty": "above 0 tokens that the answer has become less likely, below 0 likelier",
+    "frequency_penalty": "the same with each time that the answer has the token",
+    "repetition_penalty": "above 1 tokens of prompt and answer become less likely, below 1 likelier",
+}
+"""Parameters that have no flag of their own: a line says them with `--set`."""
 _KINDS = {"float": "number", "int": "integer"}
 # Shades and branches of tokens are a widget of their own, in the output of a cell.
 _NOT_HERE = ("help", "logprobs")
 
 
-def sampling_actions() -> list[argparse.Action]:
-    """List the sampling flags, in the order in which they are declared."""
-    parser = MagicParser("%playground", "")
-    add_sampling_flags(parser, str)
-    return [action for action in parser._actions if action.dest not in _NOT_HERE]
+@dataclass(frozen=True)
+class _Setting:
+    name: str
+    label: str
+    help: str
+    kind: str
+    words: str
+    """The beginning of the word that says the setting in a line; its value follows."""
 
 
 def controls() -> list[dict[str, Any]]:
     """Describe the settings of a side, as `PlaygroundWidget.controls` does; a new flag appears by itself."""
-    return [_control(action) for action in sampling_actions()]
+    return [_control(setting) for setting in _settings()]
 
 
 def words_of(settings: Mapping[str, str]) -> list[str]:
     """Return the words of a line that say these settings; empty ones say nothing."""
     words = []
-    for action in sampling_actions():
-        text = settings.get(action.dest, "").strip()
-        for value in text.splitlines() if _is_repeatable(action) else [text]:
+    for setting in _settings():
+        text = settings.get(setting.name, "").strip()
+        for value in text.splitlines() if setting.kind == "lines" else [text]:
             if value.strip():
-                words.append(f"{flag_of(action)}={value.strip()}")
+                words.append(f"{setting.words}{value.strip()}")
     return words
 
 
-def flag_of(action: argparse.Action) -> str:
-    """Return the flag's longest form."""
-    return max(action.option_strings, key=len)
+def _settings() -> Iterator[_Setting]:
+    """Yield the sampling flags in the order in which they are declared; what needs `--set` stands before that flag."""
+    parser = MagicParser("%playground", "")
+    add_sampling_flags(parser, str)
+    for action in parser._actions:
+        if action.dest in _NOT_HERE:
+            continue
+        flag = max(action.option_strings, key=len)
+        if action.dest == "set":
+            # A later word wins: what is typed into the field of --set holds, as in a line.
+            for name, text in _PENALTIES.items():
+                yield _Setting(name, name, text, "number", f"{flag}={name}=")
+        yield _Setting(action.dest, flag, action.help or "", _kind(action), f"{flag}=")
 
 
-def _control(action: argparse.Action) -> dict[str, Any]:
-    kind = "lines" if _is_repeatable(action) else _KINDS.get(getattr(action.type, "__name__", ""), "text")
+def _control(setting: _Setting) -> dict[str, Any]:
     control: dict[str, Any] = {
-        "name": action.dest,
-        "flag": flag_of(action),
-        "help": action.help or "",
-        "kind": kind,
+        "name": setting.name,
+        "flag": setting.label,
+        "help": setting.help,
+        "kind": setting.kind,
     }
-    if action.dest in _SLIDERS:
-        control |= dict(zip(("low", "high", "step"), _SLIDERS[action.dest], strict=True))
+    if setting.name in _SLIDERS:
+        control |= dict(zip(("low", "high", "step", "start"), _SLIDERS[setting.name], strict=True))
     return control
 
 
-def _is_repeatable(action: argparse.Action) -> bool:
-    return isinstance(action, argparse._AppendAction)
+def _kind(action: argparse.Action) -> str:
+    if isinstance(action, argparse._AppendAction):
+        return "lines"
+    return _KINDS.get(getattr(action.type, "__name__", ""), "text")

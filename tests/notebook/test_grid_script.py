@@ -11,6 +11,7 @@ from dashboard_page import ADDRESS, MODELS
 from notebook_support.bare import BarePages
 from playwright.sync_api import Page, expect
 
+from nbengine.magics.playground.controls import controls
 from nbengine.widgets.scripts import bundled, stylesheet
 
 GONE = "void (Model.prototype.send = () => { throw new Error('Cannot send'); })"
@@ -64,13 +65,14 @@ def show_grid(page: Page) -> None:
     """Show a grid of 120 rows, of which the page has 40, and its table of scores."""
     first = [row(number) for number in range(40)]
     mount(page, "cells", grid="g", columns=[[]], num_rows=120, first_rows=first, foot=[])
-    summary = {"scores": ["size"], "rows": [{"label": "all", "cells": ["3"]}] * 2, "note": ""}
+    means = {"title": "setting", "scores": ["size"], "rows": [{"label": "a", "cells": ["3"]}] * 2, "note": ""}
+    differences = {**means, "title": "against a", "rows": [{"label": "b", "cells": ["+0, n 9"]}]}
     order = {"size": list(range(120))}
     mount(
         page,
         "scores",
         grid="g",
-        summary=summary,
+        summary={**means, "differences": differences},
         order=order,
         differing=[number < 3 for number in range(120)],
     )
@@ -96,10 +98,17 @@ def test_without_a_kernel_a_grid_sorts_and_filters_the_rows_that_it_has(page: Pa
 def test_scores_that_change_are_shown_and_move_no_row(page: Page) -> None:
     show_grid(page)
     page.evaluate("models[1].set('order', { size: Array.from({ length: 120 }, (_, n) => -n) })")
+    table = page.get_by_role("table").filter(has_text="against a")
+    expect(table.get_by_role("row")).to_have_text(["against asize", "b+0, n 9"])
     page.evaluate(
-        "models[1].set('summary', { ...models[1].get('summary'), rows: [{ label: 'all', cells: ['4'] }] })"
+        """() => {
+            const { differences, ...means } = models[1].get('summary');
+            const rows = (text) => [{ label: 'b', cells: [text] }];
+            const changed = { ...differences, rows: rows('+1, n 9') };
+            models[1].set('summary', { ...means, rows: rows('4'), differences: changed });
+        }"""
     )
-    expect(page.locator(".nbs td")).to_have_text(["4"])
+    expect(page.locator(".nbs td")).to_have_text(["4", "+1, n 9"])
     assert drawn(page) == list(range(40))
     page.get_by_role("button", name="size").click()
     assert drawn(page) == list(range(40))
@@ -116,3 +125,30 @@ def test_a_playground_whose_kernel_has_gone_says_so(page: Page) -> None:
         page.evaluate("document.querySelector('.nbp-notice').textContent = ''")
         page.get_by_role("button", name=name).first.click()
         expect(notice).to_have_text("The kernel does not answer: run the cell again.")
+
+
+def test_keys_move_the_slider_of_every_quantity_from_its_place_and_beyond_is_the_field(page: Page) -> None:
+    sides = [{"engine": "", "raw": False, "settings": {}} for _ in range(2)]
+    state = {"name": "", "text": "hi", "values": {}, "sides": sides}
+    mount(page, "playground", controls=controls(), state=state, answers=[])
+    side = page.get_by_role("region", name="side A")
+    sliders = side.get_by_role("slider")
+    given: dict[str, str] = {}
+    for number, control in enumerate(control for control in controls() if "low" in control):
+        slider = sliders.nth(number)
+        assert slider.get_attribute("aria-valuetext") == "as the model wants it"
+        # It is at one of its ends, or has both ways to go.
+        up = control["start"] < control["high"]
+        slider.press("ArrowRight" if up else "ArrowLeft")
+        value = control["start"] + (control["step"] if up else -control["step"])
+        given[control["name"]] = f"{value:g}"
+        expect(side.get_by_label(control["flag"], exact=True)).to_have_value(given[control["name"]])
+    expect(sliders).to_have_count(len(given))
+    field, slider = side.get_by_label("--max-tokens", exact=True), side.get_by_label("--max-tokens slider")
+    field.fill("100000")
+    expect(slider).to_have_attribute("aria-valuetext", "100000")
+    page.get_by_role("button", name="insert as cell").first.click()
+    sent = page.evaluate("models[0].sent.at(-1).state.sides[0].settings")
+    assert sent == {**given, "max_tokens": "100000"}
+    field.fill("")
+    expect(slider).to_have_value("512")

@@ -40,8 +40,8 @@ class PlaygroundWidget(anywidget.AnyWidget):
     _css = stylesheet("playground")
 
     controls: traitlets.List[Frame] = traitlets.List().tag(sync=True)
-    """The settings of a side in their order: `name`, `flag`, `help`, `kind` ("number", "integer", "text", "lines"), and
-    `low`, `high` and `step` of those that have a slider."""
+    """The settings of a side in their order: `name`, `flag` (or the name where there is none), `help`, `kind` ("number",
+    "integer", "text", "lines"), and `low`, `high`, `step` and `start` (its place while nothing is entered) of a slider."""
     state = traitlets.Dict().tag(sync=True)
     """The name, text, values and settings that the user has entered, as in `STATE`."""
     answers: traitlets.List[Frame] = traitlets.List().tag(sync=True)

@@ -223,12 +223,14 @@ def test_the_keyboard_sorts_a_grid_by_its_scores_and_leaves_the_rows_that_differ
     cockpit, cells = hostile
     output, press = cockpit.output(cells["scores"]), cockpit.page.keyboard.press
     rows, status = output.locator("tr[data-row]"), output.locator(".nbs").get_by_role("status")
-    head = output.get_by_role("columnheader", name="size")
+    means, differences = output.locator(".nbs").get_by_role("table").all()
+    head = means.get_by_role("columnheader", name="size")
 
     def order() -> list[str | None]:
         return [row.get_attribute("data-row") for row in rows.all()]
 
     expect(rows.first).to_contain_text("fails: failed, ValueError: <img src=x")
+    expect(differences.get_by_role("rowheader")).to_have_text("temperature 1")
     head.get_by_role("button").focus()
     press("Enter")
     expect(status).to_have_text("2 of 2 rows, sorted by size, highest first")

@@ -184,6 +184,9 @@ async def test_an_answer_that_was_asked_again_is_scored_and_the_means_follow(
         ["11 (11 to 11), n 3"],
         ["9 (0.395 to 17.6), n 3"],
     ]
+    assert [row["cells"] for row in table.summary["differences"]["rows"]] == [
+        ["-2 (-10.6 to 6.61), n 3"],
+    ]
     assert cells.sent[-1]["cell"]["scores"] == [["size: 5", ""]]
     table.view.close()
     assert "9 (0.395 to 17.6)" in publisher(kernel_shell).outputs()[0]["text/plain"]

@@ -15,9 +15,10 @@ from nbengine.magics.comparison.arguments import parse_request
 from nbengine.magics.config import NBEngine
 from nbengine.magics.extension import Extension
 from nbengine.magics.generation.arguments import generate_parser
-from nbengine.magics.playground.controls import controls
+from nbengine.magics.playground.controls import controls, words_of
 from nbengine.magics.playground.magic import PlaygroundMagics
 from nbengine.magics.playground.playground import Playground
+from nbengine.sampling_params import SamplingParams
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kernel_cells import until
 
@@ -61,23 +62,44 @@ Played = tuple[Playground, RecordedWidget]
 
 
 def test_every_sampling_flag_is_a_setting_in_its_order() -> None:
-    flags = [control["flag"] for control in controls()]
+    labels = [control["flag"] for control in controls()]
     parser = generate_parser()
     group = [max(action.option_strings, key=len) for action in parser._actions if action.option_strings]
     first, last = group.index("--temperature"), group.index("--set")
-    assert flags == [flag for flag in group[first : last + 1] if flag != "--logprobs"]
+    flags = [flag for flag in group[first : last + 1] if flag != "--logprobs"]
+    # Penalties have no flag of their own, and stand before the one that says them.
+    assert labels == [*flags[:-1], "presence_penalty", "frequency_penalty", "repetition_penalty", "--set"]
     kinds = {control["name"]: control["kind"] for control in controls()}
-    assert (kinds["temperature"], kinds["top_k"], kinds["stop"], kinds["set"]) == (
+    assert (kinds["temperature"], kinds["top_k"], kinds["presence_penalty"], kinds["stop"], kinds["set"]) == (
         "number",
         "integer",
+        "number",
         "lines",
         "lines",
     )
-    assert [control["name"] for control in controls() if "low" in control] == [
-        "temperature",
-        "top_p",
-        "min_p",
+
+
+def test_every_quantity_has_a_slider_whose_ends_and_start_a_line_takes() -> None:
+    sliders = {control["name"]: control for control in controls() if "low" in control}
+    assert [control["name"] for control in controls() if control["name"] not in sliders] == [
+        "seed",
+        "stop",
+        "set",
     ]
+    for name, slider in sliders.items():
+        assert slider["low"] <= slider["start"] <= slider["high"]
+        for value in (slider["low"], slider["start"], slider["high"], slider["low"] + slider["step"]):
+            line = " ".join(words_of({name: str(value)}))
+            options = parse_request(line, "hi", NBEngine(), {}).options
+            assert options.sampling == {name: value}
+            assert getattr(SamplingParams(**options.sampling), name) == value
+
+
+def test_what_is_typed_behind_set_holds_before_a_slider() -> None:
+    words = words_of({"set": "presence_penalty=1.5\nmin_tokens=2", "presence_penalty": "0.5", "seed": ""})
+    assert words == ["--set=presence_penalty=0.5", "--set=presence_penalty=1.5", "--set=min_tokens=2"]
+    sampling = parse_request(" ".join(words), "hi", NBEngine(), {}).options.sampling
+    assert sampling == {"presence_penalty": 1.5, "min_tokens": 2}
 
 
 def test_a_new_flag_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,14 @@ async def test_a_table_of_means_stands_above_the_grid_with_marks(
     assert lines[2].startswith("temperature 1 21.5 (-")
     assert "n 2 50 % (9 to 91 %), n 2 none, 2 failed" in lines[2]
     assert lines[3] == "[mean, 95 % interval, number of scores]"
-    assert table["text/html"].count("<tr>") == 3
+    # Shares differ by points; what is "none" has no pair of scores.
+    assert lines[4:] == [
+        "against temperature 0 longer hot fails",
+        "temperature 1 +1 (1 to 1), n 2 +50 points (-56 to 100), n 2 none",
+        "[difference over the same prompts, 95 % interval, number of prompts]",
+    ]
+    assert table["text/html"].count("<tr>") == 5
+    assert "+50 points (-56 to 100), n 2</td>" in table["text/html"]
     (widget,) = widgets
     assert table[VIEW]["model_id"] == widget.model_id
     assert f'<table id="{widget.grid}" ' in grid["text/html"]
@@ -80,6 +87,11 @@ async def test_the_widget_has_the_rows_numbers_and_which_of_them_differ(
     assert widget.differing == [True, False]
     assert widget.summary["scores"] == ["hot", "fails"]
     assert [row["label"] for row in widget.summary["rows"]] == ["temperature 0", "temperature 1"]
+    differences = widget.summary["differences"]
+    assert (differences["title"], differences["scores"]) == ("against temperature 0", ["hot", "fails"])
+    assert differences["rows"] == [
+        {"label": "temperature 1", "cells": ["+50 points (-56 to 100), n 2", "none"]}
+    ]
 
 
 async def test_settings_that_are_rows_differ_by_their_prompt(
@@ -103,11 +115,15 @@ async def test_scores_appear_while_other_answers_are_written(
     assert table["text/plain"].count("none") == 2
     engine.emit("five!", "stop", 1)
     await until(lambda: "size: 5" in publisher(kernel_shell).outputs()[1]["text/html"])
-    assert "seed 2   5, n 1" in publisher(kernel_shell).outputs()[0]["text/plain"]
+    table, _ = publisher(kernel_shell).outputs()
+    assert "seed 2   5, n 1" in table["text/plain"]
+    assert "against" not in table["text/plain"]
     assert widgets == []
     engine.emit("no", "stop", 0)
     (await cell).raise_error()
-    assert VIEW in publisher(kernel_shell).outputs()[0]
+    table, _ = publisher(kernel_shell).outputs()
+    assert VIEW in table
+    assert "against seed 1  size\nseed 2          +3, n 1\n" in table["text/plain"]
 
 
 async def test_an_interrupt_keeps_the_scores_that_there_are(
@@ -142,7 +158,9 @@ async def test_without_anywidget_there_is_the_table(
     monkeypatch.setattr(builtins, "__import__", refuse)
     define(kernel_shell)
     (await run(kernel_shell, LINE)).raise_error()
-    assert [set(output) for output in publisher(kernel_shell).outputs()] == [{"text/plain", "text/html"}] * 2
+    outputs = publisher(kernel_shell).outputs()
+    assert [set(output) for output in outputs] == [{"text/plain", "text/html"}] * 2
+    assert "against temperature 0" in outputs[0]["text/html"]
 
 
 @pytest.mark.parametrize("end", ["%engine stop", "unload", "superfluous"])

@@ -74,20 +74,29 @@ def test_means_stand_by_setting_and_differences_are_those_of_the_same_prompts(
     printed = capsys.readouterr().out
     assert "── item 1 · temperature 1 ──\nHello world\n[value: 7 · warm: yes]\n[3 tokens" in printed
     assert "temperature 1  7 (-2.94 to 16.9), n 3  100 % (44 to 100 %), n 3\n" in printed
+    low = 100 * warm["low"]
+    assert f"temperature 1          +2 (2 to 2), n 3  +100 points ({low:.0f} to 100), n 3\n" in printed
 
 
 def test_the_settings_are_those_of_flags_and_prompts_those_of_each(
-    shell: InteractiveShell, engine: FakeClient
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
 ) -> None:
     shell.run_cell("def one(result, row):\n    return 1")
     prompts = run(shell, "%%generate --each a=x,y --each b=x,y --score one\n{a}{b}\n")
     assert [(row["score"], row["n"]) for row in prompts.summary()] == [("one", 4)]
     assert prompts.differences() == []
+    assert "against" not in capsys.readouterr().out
     settings = run(shell, "%%generate --seed 1,2 --top-k 3,4 --score one -n 3\nhi\n")
     assert [(row["seed"], row["top_k"], row["n"]) for row in settings.summary()] == [
         (seed, top_k, 3) for top_k in (3, 4) for seed in (1, 2)
     ]
     assert len(settings.differences()) == 6
+    printed = capsys.readouterr().out.partition("against top_k 3 · seed 1")[2].splitlines()
+    assert [line.split("  ")[0] for line in printed[1:4]] == [
+        "top_k 3 · seed 2",
+        "top_k 4 · seed 1",
+        "top_k 4 · seed 2",
+    ]
     assert run(shell, "%%generate --seed 1,2\nhi\n").summary() == []
 
 

@@ -18,7 +18,7 @@ export class Controls {
     const slider = control.low === undefined ? null : this.slider(control);
     const show = () => {
       if (slider === null) return;
-      slider.value = field.value === "" ? String(control.low) : field.value;
+      slider.value = field.value === "" ? String(control.start) : field.value;
       slider.classList.toggle("nbp-unset", field.value === "");
       slider.setAttribute("aria-valuetext", field.value === "" ? "as the model wants it" : field.value);
     };

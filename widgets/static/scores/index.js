@@ -1,4 +1,5 @@
-// The table of a comparison's scores, which sorts and filters the grid below it; widgets/grid/widget.py has the data.
+// The tables of a comparison's means and differences. That of means sorts and filters the grid below it; the data are
+// those of widgets/grid/widget.py, and magics/comparison/score_view.py makes them.
 // Names and texts go into text nodes and attributes only.
 const NEXT = { none: "descending", descending: "ascending", ascending: "none" };
 const SIGNS = { none: "↕", descending: "↓", ascending: "↑" };
@@ -27,7 +28,13 @@ class View {
     this.direction = "none";
     this.heads = new Map();
     this.root = element("div", "nbs");
-    this.root.append(this.table(), this.filter(), this.statusLine());
+    const summary = model.get("summary");
+    this.means = this.table(summary, (name) => this.head(name));
+    this.differences = this.table(summary.differences, (name) => element("th", "", { scope: "col" }, name));
+    const tables = element("div", "nbs-tables");
+    tables.append(this.means, this.differences);
+    this.fill();
+    this.root.append(tables, this.filter(), this.statusLine());
     el.append(this.root);
     this.onChange = () => this.changed();
     for (const name of DATA) model.on(name, this.onChange);
@@ -38,25 +45,31 @@ class View {
     this.root.remove();
   }
 
-  table() {
-    const { scores, note } = this.model.get("summary");
+  table({ title, scores, note }, head) {
     const table = element("table", "nbs-table mathjax_ignore tex2jax_ignore");
-    const head = element("tr");
-    head.append(element("th", "", { scope: "col" }, "setting"), ...scores.map((name) => this.head(name)));
-    table.createTHead().append(head);
-    this.body = table.createTBody();
-    this.fill();
+    const row = element("tr");
+    row.append(element("th", "", { scope: "col" }, title), ...scores.map(head));
+    table.createTHead().append(row);
+    table.createTBody();
     table.prepend(element("caption", "nbs-note", {}, note));
     return table;
   }
 
+  // A single setting differs from none.
   fill() {
-    this.body.replaceChildren();
-    for (const { label, cells } of this.model.get("summary").rows) {
+    const { rows, differences } = this.model.get("summary");
+    this.fillRows(this.means, rows);
+    this.fillRows(this.differences, differences.rows);
+    this.differences.hidden = differences.rows.length === 0;
+  }
+
+  fillRows(table, rows) {
+    const made = rows.map(({ label, cells }) => {
       const row = element("tr");
       row.append(element("th", "", { scope: "row" }, label), ...cells.map((text) => element("td", "", {}, text)));
-      this.body.append(row);
-    }
+      return row;
+    });
+    table.tBodies[0].replaceChildren(...made);
   }
 
   // An answer that was asked again has its scores. The rows of the grid stay: nothing moves under the pointer.
