@@ -145,7 +145,9 @@ def show_markdown(page: Page, *answers: str) -> None:
 
 def test_markdown_in_a_cell_is_elements_and_hostile_html_in_it_is_text(page: Page) -> None:
     page.evaluate(RENDERER)
-    show_markdown(page, f"# Title\n- one\n- two\n{HOSTILE}", "short\n| in | it |", "# long\n- line\n" * 30)
+    show_markdown(
+        page, f"# Title\n- one\n- two\n{HOSTILE}", "short " * 100 + "\n| in | it |", "# long\n- line\n" * 30
+    )
     cells = page.locator("tr[data-row] > td")
     expect(cells.nth(0).locator("h1")).to_have_text("Title")
     expect(cells.nth(0).locator("li")).to_have_text(["one", "two"])
@@ -158,6 +160,8 @@ def test_markdown_in_a_cell_is_elements_and_hostile_html_in_it_is_text(page: Pag
     expect(openers.nth(2)).to_be_visible()
     openers.nth(2).click()
     expect(cells.nth(2).locator(".nbc-text")).to_have_class("nbc-text")
+    page.evaluate("document.getElementById('cells').style.width = '200px'")
+    expect(openers.nth(1)).to_be_visible()
     cells.nth(1).get_by_title("ask this again").click()
     assert page.evaluate("models[0].sent") == [{"kind": "again", "position": 1}]
     news = {"kind": "cell", "position": 1, "cell": cell(f"# New {HOSTILE}", is_markdown=True)}

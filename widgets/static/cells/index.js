@@ -160,22 +160,22 @@ class Grid {
     own.classList.add("nbc-own");
     place.append(own);
     const text = element("div", "nbc-text nbc-clamped");
-    const shown = Promise.all(cell.answers.map((answer, number) => this.write(text, cell, answer, number)));
+    cell.answers.forEach((answer, number) => this.write(text, cell, answer, number));
     if (cell.error) text.append(element("div", "nbc-error", {}, cell.error));
     const marks = element("div");
     for (const [words, state] of cell.scores) marks.append(element("span", `nbc-mark nbc-${state || "number"}`, {}, words));
-    place.append(text, marks, this.bar(position, cell, text, shown), element("div", "nbc-note", {}, cell.foot));
+    place.append(text, marks, this.bar(position, cell, text), element("div", "nbc-note", {}, cell.foot));
   }
 
-  // Write an answer as text; what is returned waits until it is Markdown, if it is to be.
+  // Write an answer as text, in whose place Markdown comes later.
   write(text, cell, answer, number) {
     if (cell.answers.length > 1) text.append(element("div", "nbc-note", {}, `${number + 1}.`));
     const place = element(cell.code ? "pre" : "div", "nbc-answer", {}, answer);
     text.append(place);
-    return number in cell.markdown ? renderMarkdown(this.model, place, cell.markdown[number]) : undefined;
+    if (number in cell.markdown) renderMarkdown(this.model, place, cell.markdown[number]);
   }
 
-  bar(position, cell, text, shown) {
+  bar(position, cell, text) {
     const bar = element("div", "nbc-bar", { role: "toolbar", "aria-label": "this answer" });
     const add = (words, title, act, pressed) => {
       const attributes = { type: "button", title, "aria-label": title };
@@ -199,10 +199,14 @@ class Grid {
       button.setAttribute("aria-expanded", String(isOpen));
     });
     open.setAttribute("aria-expanded", "false");
+    open.hidden = !text.children.length;
     const measure = () => {
-      open.hidden = text.scrollHeight <= text.clientHeight + 1;
+      const isClamped = text.classList.contains("nbc-clamped");
+      if (isClamped) open.hidden = text.scrollHeight <= text.clientHeight + 1;
     };
-    shown.then(() => requestAnimationFrame(measure));
+    // Answers grow when Markdown, formulas and pictures come, and when the page becomes narrow.
+    const sizes = new ResizeObserver(() => requestAnimationFrame(measure));
+    for (const part of text.children) sizes.observe(part);
     return bar;
   }
 

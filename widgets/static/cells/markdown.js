@@ -9,5 +9,5 @@ export async function renderMarkdown(model, place, markdown) {
   await renderer.renderModel(contents);
   place.className = "nbc-rendered";
   place.replaceChildren(renderer.node);
-  await rendermime.latexTypesetter?.typeset(renderer.node);
+  rendermime.latexTypesetter?.typeset(renderer.node);
 }
