@@ -15,6 +15,7 @@ from IPython.core.error import UsageError
 from nbengine.errors import NBEngineError
 from nbengine.magics.answers.diff import word_diff
 from nbengine.magics.comparison.result import ComparisonResult
+from nbengine.magics.generation.markdown import harmless_markdown
 from nbengine.magics.generation.request import Request
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.scores.scoring import Scoring
@@ -51,8 +52,8 @@ class Deeds(Protocol):
 class CellsView:
     """The widget of a grid.
 
-    `cell` makes the contents of a position, `take` tells the grid of a new result, and `rescored` says that scores have
-    changed.
+    `cell` makes the contents of a position, `take` tells the grid of a new result, `rescored` says that scores have
+    changed, and `output_format` is "text", "markdown", "code" or "json".
     """
 
     result: ComparisonResult
@@ -61,7 +62,7 @@ class CellsView:
     take: Callable[[int], None]
     rescored: Callable[[], None]
     deeds: Deeds
-    is_code: bool
+    output_format: str
 
     def __post_init__(self) -> None:
         self._is_scoring = threading.Lock()
@@ -205,6 +206,7 @@ class CellsView:
 
     def _contents(self, position: int) -> dict[str, Any]:
         cell = self.cell(position)
+        is_markdown = self.output_format == "markdown"
         return {
             "answers": list(cell.answers),
             "error": cell.error,
@@ -212,7 +214,8 @@ class CellsView:
             "scores": [[str(mark), mark.state] for mark in cell.scores],
             "thumb": self.result.thumbs.get(position, 0),
             "pinned": position in self.result.pinned,
-            "code": self.is_code,
+            "code": self.output_format in ("json", "code"),
+            "markdown": list(map(harmless_markdown, cell.answers)) if is_markdown else [],
         }
 
     def _has(self, position: object) -> bool:

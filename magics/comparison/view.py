@@ -200,16 +200,16 @@ class GridState:
         self.cells[index] = self._live_cell(index)
 
     @property
-    def is_plain(self) -> bool:
-        """Return whether the cells are text alone: neither Markdown, nor shaded, nor differences."""
+    def has_answers_alone(self) -> bool:
+        """Return whether the final cells show answers, and neither shaded tokens nor differences."""
         options = self._options[0]
-        shaded = options.sampling.get("logprobs") is not None
-        return options.format != "markdown" and not shaded and not options.diff
+        shaded = options.format == "text" and options.sampling.get("logprobs") is not None
+        return not shaded and not options.diff
 
     @property
-    def is_code(self) -> bool:
-        """Return whether the answers are code or JSON."""
-        return self._options[0].format in ("json", "code")
+    def output_format(self) -> str:
+        """Return how the answers are shown: "text", "markdown", "code" or "json"."""
+        return self._options[0].format
 
     def final_cell(self, index: int) -> GridCell:
         """Make a cell's final form: formatted, shaded, or with its difference from the earlier answer."""
@@ -313,7 +313,7 @@ class GridCellView:
             bundle["text/html"] = self._html.final(state.foot, cells, notes)
         if self._scores is not None:
             self._scores.finish()
-        if not (state.is_plain and self._stream and self._show_widget(bundle, notes)):
+        if not (state.has_answers_alone and self._show_widget(bundle, notes)):
             self._live.show(bundle)
 
     def _show_widget(self, bundle: MimeBundle, notes: Sequence[str]) -> bool:
@@ -325,7 +325,7 @@ class GridCellView:
             state.take_again,
             self._rescored,
             self._deeds,
-            is_code=state.is_code,
+            state.output_format,
         )
         grid = self._scores.grid if self._scores is not None else ""
         if not cells.show(self._live, bundle, grid, [line for line in (state.foot, *notes) if line]):

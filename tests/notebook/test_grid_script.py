@@ -11,11 +11,35 @@ from dashboard_page import ADDRESS, MODELS
 from notebook_support.bare import BarePages
 from playwright.sync_api import Page, expect
 
+from nbengine.magics.generation.markdown import harmless_markdown
 from nbengine.magics.playground.controls import controls
 from nbengine.widgets.scripts import bundled, stylesheet
 
 GONE = "void (Model.prototype.send = () => { throw new Error('Cannot send'); })"
 NO_KERNEL = "No kernel answers, and 80 rows are not in this page: run the cell again."
+HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'
+RENDERER = """() => {
+window.rendered = [];
+window.typeset = [];
+Model.prototype.widget_manager = {
+  rendermime: {
+    createModel: (contents) => contents,
+    createRenderer: (kind) => {
+      const node = document.createElement("div");
+      const renderModel = async ({ data, trusted }) => {
+        rendered.push([kind, trusted]);
+        node.innerHTML = data[kind]
+          .replace(/^# (.*)$/gm, "<h1>$1</h1>")
+          .replace(/^- (.*)$/gm, "<li>$1</li>")
+          .replace("| in | it |", "<table><tbody><tr><td>in</td><td>it</td></tr></tbody></table>");
+      };
+      return { node, renderModel };
+    },
+    latexTypesetter: { typeset: (node) => typeset.push(node.isConnected) },
+  },
+};
+}"""
+"""A stand-in for the notebook's renderer, in which HTML is live as in a notebook that is trusted."""
 
 pytestmark = needs_chromium
 
@@ -45,13 +69,21 @@ def mount(page: Page, name: str, **traits: Any) -> None:
     )
 
 
-def row(number: int) -> dict[str, Any]:
-    cell = {"answers": [f"answer {number}"], "error": "", "foot": "", "scores": [], "thumb": 0}
+def cell(*answers: str, is_markdown: bool = False) -> dict[str, Any]:
     return {
-        "row": number,
-        "labels": [["word", f"w{number}"]],
-        "cells": [{**cell, "pinned": False, "code": False}],
+        "answers": answers,
+        "error": "",
+        "foot": "",
+        "scores": [],
+        "thumb": 0,
+        "pinned": False,
+        "code": False,
+        "markdown": [harmless_markdown(answer) for answer in answers] if is_markdown else [],
     }
+
+
+def row(number: int) -> dict[str, Any]:
+    return {"row": number, "labels": [["word", f"w{number}"]], "cells": [cell(f"answer {number}")]}
 
 
 def drawn(page: Page) -> list[int]:
@@ -112,6 +144,48 @@ def test_scores_that_change_are_shown_and_move_no_row(page: Page) -> None:
     assert drawn(page) == list(range(40))
     page.get_by_role("button", name="size").click()
     assert drawn(page) == list(range(40))
+
+
+def show_markdown(page: Page, *answers: str) -> None:
+    """Show a grid with a cell for each answer, in Markdown."""
+    rows = [{**row(number), "cells": [cell(text, is_markdown=True)]} for number, text in enumerate(answers)]
+    mount(page, "cells", grid="g", columns=[[]], num_rows=len(rows), first_rows=rows, foot=[])
+
+
+def test_markdown_in_a_cell_is_elements_and_hostile_html_in_it_is_text(page: Page) -> None:
+    page.evaluate(RENDERER)
+    show_markdown(
+        page, f"# Title\n- one\n- two\n{HOSTILE}", "short " * 100 + "\n| in | it |", "# long\n- line\n" * 30
+    )
+    cells = page.locator("tr[data-row] > td")
+    expect(cells.nth(0).locator("h1")).to_have_text("Title")
+    expect(cells.nth(0).locator("li")).to_have_text(["one", "two"])
+    expect(cells.nth(0)).to_contain_text(HOSTILE)
+    # A table in an answer is no row of the grid's boxes.
+    assert cells.nth(1).locator("tr").evaluate("(row) => getComputedStyle(row).display") == "table-row"
+    # It opens where what is rendered has no room.
+    openers = page.get_by_title("show the whole answer")
+    expect(openers.nth(1)).to_be_hidden()
+    expect(openers.nth(2)).to_be_visible()
+    openers.nth(2).click()
+    expect(cells.nth(2).locator(".nbc-text")).to_have_class("nbc-text")
+    page.evaluate("document.getElementById('cells').style.width = '200px'")
+    expect(openers.nth(1)).to_be_visible()
+    cells.nth(1).get_by_title("ask this again").click()
+    assert page.evaluate("models[0].sent") == [{"kind": "again", "position": 1}]
+    news = {"kind": "cell", "position": 1, "cell": cell(f"# New {HOSTILE}", is_markdown=True)}
+    page.evaluate("(news) => models[0].deliver(news, [])", news)
+    expect(cells.nth(1).locator("h1")).to_have_text(f"New {HOSTILE}")
+    assert page.evaluate("rendered") == [["text/markdown", False]] * 4
+    assert page.evaluate("typeset") == [True] * 4
+    assert page.locator(".nbc img, .nbc script").count() == 0
+    assert page.evaluate("window.pwned") is None
+
+
+def test_where_a_page_renders_no_markdown_for_widgets_it_stays_text(page: Page) -> None:
+    show_markdown(page, f"# Title\n{HOSTILE}")
+    expect(page.locator(".nbc-answer")).to_have_text(f"# Title\n{HOSTILE}")
+    assert page.locator(".nbc img, .nbc script").count() == 0
 
 
 def test_a_playground_whose_kernel_has_gone_says_so(page: Page) -> None:

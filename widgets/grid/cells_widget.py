@@ -10,8 +10,10 @@ The script asks for rows as they come into sight; the kernel's side sends custom
 {"kind": "diff", "parts": [["same" | "inserted" | "deleted", text], ...]}
 {"kind": "notice", "text"}                        # what the script asked for is not possible
 ROW = {"row": number, "labels": [[name, value], ...], "cells": [CELL, ...]}
-CELL = {"answers": [text, ...], "error", "foot", "scores": [[text, state], ...], "thumb", "pinned", "code"}
+CELL = {"answers": [text, ...], "error", "foot", "scores": [[text, state], ...], "thumb", "pinned", "code",
+        "markdown": [text, ...]}
 ```
+`markdown` has the answers again, to be rendered: Markdown without live HTML. It is empty where they are shown as text.
 Besides rows the script asks for `{"kind": "thumb", "position", "thumb"}` (1, -1 or 0),
 `{"kind": "pin", "position", "pinned"}`, `{"kind": "again", "position"}` and `{"kind": "diff", "first", "second"}`.
 """

@@ -23,7 +23,8 @@ class ScoresWidget(anywidget.AnyWidget):
     _css = stylesheet("scores")
 
     summary = traitlets.Dict().tag(sync=True)
-    """The table in words: `scores` (names), `rows` (each a `label` and `cells`), `note`."""
+    """The tables in words: `title`, `scores` (names), `rows` (each a `label` and `cells`), `note`, and `differences`, the
+    same of the second table."""
     grid = traitlets.Unicode().tag(sync=True)
     """The id of the table with the grid."""
     order = traitlets.Dict().tag(sync=True)

@@ -36,6 +36,7 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 from nbengine.widgets.dashboard.palette import CACHED_OPACITY, ROLES
 
 HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'
+TITLED = f"# Title\n\n| a | b |\n|---|---|\n| $x^2$ | {HOSTILE} |"
 HOSTILE_NAME = "<img src=x onerror=window.pwned=1>"
 SCORES = """
 def size(result, row):
@@ -60,11 +61,12 @@ def hostile(desk: Desk, clean_after_module: None) -> Iterator[tuple[Cockpit, dic
     cells = {"dashboard": cockpit.start("%dashboard")}
     cockpit.finish(cells["dashboard"])
     says = f"--choice '{json.dumps([HOSTILE])}'"
+    titled = f"--choice '{json.dumps([TITLED])}'"
     sources = {
         "tokens": f"%%generate --raw --logprobs 3 {says}\n{HOSTILE}",
         "grid": f"%%generate --raw --each words --temperature 0,1 {says}\n{HOSTILE} {{words}}",
         "scores": f"%%generate --raw --each words --temperature 0,1 --score size,hot,fails {says}\n{HOSTILE} {{words}}",
-        "markdown grid": f"%%generate --raw --each words --temperature 0,1 -f markdown {says}\n{HOSTILE} {{words}}",
+        "markdown grid": f"%%generate --raw --each words --temperature 0,1 -f markdown {titled}\n{HOSTILE} {{words}}",
         "chat": f"%%chat --system '{HOSTILE}' {says}\n{HOSTILE}",
         "conversation": "%%chat --show",
         "markdown": f"%%generate --raw --format markdown {says}\n{HOSTILE}",
@@ -99,6 +101,10 @@ def test_hostile_texts_are_shown_as_they_are(hostile: tuple[Cockpit, dict[str, i
             text = HOSTILE_NAME if kind in ("name", "file") else HOSTILE
             expect(cockpit.output(cell), kind).to_contain_text(text)
     assert_harmless(cockpit)
+    answers = cockpit.output(cells["markdown grid"]).locator("tr[data-row] > td")
+    expect(answers.locator("h1")).to_have_count(4)
+    expect(answers.first.locator("table mjx-container")).to_have_count(1)
+    expect(answers.first.locator("table tr").first).to_have_css("display", "table-row")
     cockpit.run("%%generate -a -o held --raw --max-tokens 512 --set ignore_eos=true\n" + HOSTILE)
     cockpit.run("held.cancel()")
     board = cockpit.board(cells["dashboard"])

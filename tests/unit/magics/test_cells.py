@@ -252,13 +252,48 @@ async def test_what_no_script_says_changes_nothing(
     assert (cells.grid.rows(), len(engine.requests)) == (before, asked)
 
 
-@pytest.mark.parametrize("flags", ["-f markdown", "--logprobs 2", "--no-stream"])
-async def test_what_is_rendered_otherwise_stays_as_the_notebook_renders_it(
+@pytest.mark.parametrize("flags", ["--logprobs 2", "--diff", "-f markdown --diff"])
+async def test_shaded_tokens_and_differences_stay_as_the_notebook_renders_them(
     kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget], flags: str
 ) -> None:
     kernel_shell.user_ns["words"] = ["a"]
     (await run(kernel_shell, LINE.format(flags=f" {flags}"))).raise_error()
     assert made == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("-f markdown", "text/markdown"),
+        ("-f markdown --logprobs 2", "text/markdown"),
+        ("-f json", "text/html"),
+        ("-f code --logprobs 2", "text/html"),
+        ("--no-stream", "text/html"),
+        ("-f markdown --no-stream", "text/markdown"),
+    ],
+)
+async def test_cells_of_every_format_can_be_judged_beside_the_static_grid(
+    kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget], flags: str, kind: str
+) -> None:
+    cells = await compared(kernel_shell, made, 1, f" {flags}")
+    view = "application/vnd.jupyter.widget-view+json"
+    assert set(publisher(kernel_shell).outputs()[0]) == {"text/plain", kind, view}
+    cells.ask({"kind": "thumb", "position": 1, "thumb": 1})
+    assert [row["thumb"] for row in cells.grid.rows()] == [None, 1]
+
+
+async def test_markdown_goes_to_the_script_without_live_html_and_the_answer_as_it_is(
+    kernel_shell: InteractiveShell, engine: FakeClient, made: list[CellsWidget]
+) -> None:
+    engine.words = ["# Title\n", "<img src=x>"]
+    cells = await compared(kernel_shell, made, 1, " -f markdown")
+    for cell in cells.widget.first_rows[0]["cells"]:
+        assert (cell["code"], cell["answers"]) == (False, ["# Title\n<img src=x>"])
+        assert cell["markdown"] == ["# Title\n&lt;img src=x>"]
+    engine.words = ["- <b>"]
+    cells.ask({"kind": "again", "position": 1})
+    await until(lambda: cells.grid[1].finished and cells.sent[-1]["cell"]["answers"] == ["- <b>"])
+    assert cells.sent[-1]["cell"]["markdown"] == ["- &lt;b>"]
 
 
 async def test_code_is_marked_as_such(
@@ -267,4 +302,4 @@ async def test_code_is_marked_as_such(
     engine.words = ["```python\nx = 1\n```"]
     cells = await compared(kernel_shell, made, 1, " -f code")
     cell = cells.widget.first_rows[0]["cells"][0]
-    assert (cell["code"], cell["answers"]) == (True, ["x = 1"])
+    assert (cell["code"], cell["answers"], cell["markdown"]) == (True, ["x = 1"], [])

@@ -194,7 +194,7 @@ async def test_markdown_is_rendered_in_the_cells_of_a_grid_and_nothing_leaves_it
     engine.turns = [["**bold** & $5\n\n", "```python\n1 < 2"], [HOSTILE]]
     (await run(kernel_shell, "%%generate --each words -f markdown\n{words}\n")).raise_error()
     (output,) = publisher(kernel_shell).outputs()
-    assert set(output) == {"text/plain", "text/markdown"}
+    assert set(output) == {"text/plain", "text/markdown", VIEW}
     blocks = output["text/markdown"].split("\n\n")
     # Each answer is Markdown between empty lines; everything else is one line of HTML.
     assert blocks[1:3] == ["**bold** & $5", "```python\n1 < 2\n```"]

@@ -1,7 +1,9 @@
 // The grid of a comparison: rows are asked for as they come into sight, and drawn while they are in sight.
-// widgets/grid/cells_widget.py describes the messages. Texts go into text nodes and attributes only.
+// widgets/grid/cells_widget.py describes the messages. Texts go into text nodes and attributes only; the notebook's own
+// renderer makes elements of Markdown.
 import { send } from "../common/send.js";
 import { control, element } from "./dom.js";
+import { renderMarkdown } from "./markdown.js";
 
 const ROWS_AT_ONCE = 40;
 const LATE_MS = 2000;
@@ -158,17 +160,22 @@ class Grid {
     own.classList.add("nbc-own");
     place.append(own);
     const text = element("div", "nbc-text nbc-clamped");
-    cell.answers.forEach((answer, number) => {
-      if (cell.answers.length > 1) text.append(element("div", "nbc-note", {}, `${number + 1}.`));
-      text.append(element(cell.code ? "pre" : "div", "nbc-answer", {}, answer));
-    });
+    cell.answers.forEach((answer, number) => this.write(text, cell, answer, number));
     if (cell.error) text.append(element("div", "nbc-error", {}, cell.error));
     const marks = element("div");
     for (const [words, state] of cell.scores) marks.append(element("span", `nbc-mark nbc-${state || "number"}`, {}, words));
-    place.append(text, marks, this.bar(place, position, cell, text), element("div", "nbc-note", {}, cell.foot));
+    place.append(text, marks, this.bar(position, cell, text), element("div", "nbc-note", {}, cell.foot));
   }
 
-  bar(place, position, cell, text) {
+  // Write an answer as text, in whose place Markdown comes later.
+  write(text, cell, answer, number) {
+    if (cell.answers.length > 1) text.append(element("div", "nbc-note", {}, `${number + 1}.`));
+    const place = element(cell.code ? "pre" : "div", "nbc-answer", {}, answer);
+    text.append(place);
+    if (number in cell.markdown) renderMarkdown(this.model, place, cell.markdown[number]);
+  }
+
+  bar(position, cell, text) {
     const bar = element("div", "nbc-bar", { role: "toolbar", "aria-label": "this answer" });
     const add = (words, title, act, pressed) => {
       const attributes = { type: "button", title, "aria-label": title };
@@ -192,9 +199,14 @@ class Grid {
       button.setAttribute("aria-expanded", String(isOpen));
     });
     open.setAttribute("aria-expanded", "false");
-    requestAnimationFrame(() => {
-      open.hidden = text.scrollHeight <= text.clientHeight + 1;
-    });
+    open.hidden = !text.children.length;
+    const measure = () => {
+      const isClamped = text.classList.contains("nbc-clamped");
+      if (isClamped) open.hidden = text.scrollHeight <= text.clientHeight + 1;
+    };
+    // Answers grow when Markdown, formulas and pictures come, and when the page becomes narrow.
+    const sizes = new ResizeObserver(() => requestAnimationFrame(measure));
+    for (const part of text.children) sizes.observe(part);
     return bar;
   }
 
