@@ -29,13 +29,14 @@ class Runs:
         """List one dict for each run, the oldest first.
 
         A row has the number `run`, `time` (the `time.time()` at which it was asked), `engine`, `model`,
-        `model_version`, `nbengine` (its version), `kind` ("generate", "comparison" or "chat"), `prompt`, `messages`,
-        `text`, `outputs` (all completions, where there are several), `finish_reason`, `error`, `tokens`,
-        `prompt_tokens`, `cached_tokens`, `metrics`, `comparison` and `varied` (what distinguishes it there),
-        `notebook`, `cell`, `execution`, `pinned`, `note`, `thumb`, `scores` by name, and `prompt_name`, `prompt_version` and `prompt_values` where
-        a kept prompt was asked with. `settings` has the sampling parameters, `system` and what
-        else went into the prompt; each of them, and each score, is a key of the row, too. `metrics` has seconds (`ttft`, `itl`,
-        `queued`, `total`), `tokens_per_second` and `preemptions`, None where there is no such figure.
+        `model_version`, `nbengine` (its version), `kind` ("generate", "comparison" or "chat"), `prompt`,
+        `messages`, `text`, `outputs` (all completions, where there are several), `finish_reason`, `error`,
+        `tokens`, `prompt_tokens`, `cached_tokens`, `metrics`, `comparison` and `varied` (what distinguishes it
+        there), `notebook`, `cell`, `execution`, `pinned`, `note`, `thumb`, `scores` by name, and `prompt_name`,
+        `prompt_version` and `prompt_values` where a kept prompt was asked with. `settings` has the sampling
+        parameters, `system` and what else went into the prompt; each of them, and each score, is a key of the
+        row, too. `metrics` has seconds (`ttft`, `itl`, `queued`, `total`), `tokens_per_second` and
+        `preemptions`, None where there is no such figure.
         """
         flush_all()
         return self._store.select(self._choice)

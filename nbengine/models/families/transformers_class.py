@@ -182,7 +182,7 @@ def _run_on_meta(model: PreTrainedModel, config: TransformersConfig) -> Tried:
             name, f"{others} of {config.num_layers} layers that keep something else than keys and values"
         )
     paths = {id(module): path for path, module in model.named_modules()}
-    rules = _rules_of_masks(model)
+    rules = _rules_of_masks(model, name)
     layers = {
         index: (paths[id(module)], _with_rule(shape, config, index, rules.get(index)))
         for index, (module, shape) in sorted(probe.layers.items())
@@ -206,16 +206,16 @@ def _run(model: PreTrainedModel, attention_mask: Tensor | None = None) -> Any:
     return found.logits
 
 
-def _rules_of_masks(model: PreTrainedModel) -> Mapping[int, LayerRule]:
+def _rules_of_masks(model: PreTrainedModel, architecture: str) -> Mapping[int, LayerRule]:
     """Return what the masks of layers let their queries see, by the layers' numbers; layers of which masks do not tell
     are left out."""
-    probe = MaskProbe()
+    probe = MaskProbe(architecture)
     with _handled(model, probe), masks_made(model):
         try:
             _run(model, attention_mask=torch.ones((1, _PROBE_TOKENS), dtype=torch.int64, device=_META))
         except (RuntimeError, TypeError, ValueError) as error:
             # A class may take no mask, or ask for its numbers, and there are none. What its layers say is known without.
-            _LOG.debug("the masks of %s are not known: %s", type(model).__name__, shown(str(error)))
+            _LOG.debug("the masks of %s are not known: %s", architecture, shown(str(error)))
     return probe.rules
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nbengine.errors import ModelLoadError
 from nbengine.kv_cache.specs import FULL, LayerRule
 from nbengine.models.families.transformers_attention import attention_function
 
@@ -30,7 +31,8 @@ _LATER = 1 << 20
 class MaskProbe:
     """A handler that notes which rule the mask of each layer has (`transformers_attention.handle`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, architecture: str) -> None:
+        self._architecture = architecture
         self.rules: dict[int, LayerRule] = {}
         """By the layers' numbers; a layer whose mask is none of those that transformers made is left out."""
 
@@ -43,10 +45,21 @@ class MaskProbe:
         attention_mask: Tensor | None,
         **_: Any,
     ) -> Tensor:
-        """See `transformers_attention.attention_function`."""
+        """See `transformers_attention.attention_function`.
+
+        Raises:
+            ModelLoadError: the layer's mask lets queries see what none of our rules does.
+        """
         del key
-        rule = None if attention_mask is None else _rule_of(attention_mask)
-        if rule is not None:
+        # Layers may take a part of the mask, which is a view of it.
+        made = {} if attention_mask is None else vars(_whole(attention_mask))
+        if _RULE in made:
+            rule: LayerRule | None = made[_RULE]
+            if rule is None:
+                raise ModelLoadError(
+                    f"{self._architecture} cannot run through transformers: in layer {module.layer_idx} it has a mask that "
+                    "is neither causal nor one of a window or of chunks"
+                )
             self.rules[module.layer_idx] = rule  # type: ignore[index]
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -78,19 +91,14 @@ def _mask(
     local_size: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return a mask without numbers that knows its rule, where it has one of ours."""
+    """Return a mask without numbers that knows its rule; None: it is not one of ours."""
     made = torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool, device="meta")
-    rule = _recognised(mask_function, local_size)
-    if rule is not None:
-        vars(made)[_RULE] = rule
+    vars(made)[_RULE] = _recognised(mask_function, local_size)
     return made
 
 
-def _rule_of(mask: Tensor) -> LayerRule | None:
-    # Layers may take a part of the mask, which is a view of it.
-    whole = mask if mask._base is None else mask._base
-    found: LayerRule | None = vars(whole).get(_RULE)
-    return found
+def _whole(mask: Tensor) -> Tensor:
+    return mask if mask._base is None else mask._base
 
 
 def _recognised(mask_function: Callable[..., Any], size: int | None) -> LayerRule | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from parallel_support import ThreadWorld
 from random_models import assert_greedy
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.models.stablelm import modeling_stablelm
 from transformers_cases import CLASSES, GROUPED, HEADS, LATENT, LLAMA_4, WINDOW
 
 from nbengine.config import ModelConfig
@@ -19,6 +22,7 @@ from nbengine.errors import InvalidArgumentError, ModelLoadError, NBEngineError
 from nbengine.kv_cache.specs import FULL, LayerRule
 from nbengine.models.configs.hf_config import load_hf_config
 from nbengine.models.configs.transformers_config import transformers_config
+from nbengine.models.families import transformers_class
 from nbengine.models.families.transformers_backend import (
     TransformersForCausalLM,
     TransformersForSequenceClassification,
@@ -330,6 +334,41 @@ def test_what_the_cache_would_give_back_is_what_the_class_does_not_see(
     overrides = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], **WINDOW}
     with pytest.raises(ModelLoadError, match="gives layer 1 a window of 5, LlamaForCausalLM none"):
         load(tmp_path, model_impl="transformers", hf_overrides=overrides)
+
+
+def test_a_mask_of_another_kind_is_refused(
+    tmp_path: Path, load: Any, random_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model("StableLm").save_pretrained(tmp_path)
+    seeing_all = partial(create_causal_mask, or_mask_function=lambda _batch, _head, query, _key: query >= 0)
+    monkeypatch.setattr(modeling_stablelm, "create_causal_mask", seeing_all)
+    monkeypatch.setattr(transformers_class, "_tried", {})
+    with pytest.raises(
+        ModelLoadError, match=r"StableLmForCausalLM .* in layer 0 it has a mask that is neither"
+    ):
+        load(tmp_path)
+
+
+def test_a_window_that_nothing_tells_of_is_refused(
+    tmp_path: Path, load: Any, random_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = transformers_class._run
+
+    def run(model: PreTrainedModel, attention_mask: Tensor | None = None) -> Any:
+        if attention_mask is not None:
+            raise TypeError("this class takes no mask")
+        return real(model)
+
+    monkeypatch.setattr(transformers_class, "_run", run)
+    monkeypatch.setattr(transformers_class, "_tried", {})
+    settings = {**WINDOW, "num_experts": 4, "use_sliding_window": True, "max_window_layers": 1}
+    random_model("Qwen2Moe", **settings).save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelLoadError, match=r"Qwen2MoeForCausalLM .* a sliding_window of which its layers do not"
+    ):
+        load(tmp_path, model_impl="transformers", hf_overrides={"layer_types": None})
+    overrides = {"layer_types": None, "use_sliding_window": False}
+    assert load(tmp_path, model_impl="transformers", hf_overrides=overrides).config.num_layers == 3
 
 
 @pytest.mark.parametrize("kind", ["Starcoder2", "Phimoe"])
