@@ -18,8 +18,7 @@ INSTALL := $(PYTHON) tools/install.py $(VENV) $(if $(WHEELS),--wheels $(WHEELS))
 PYTEST := $(BIN)/python -m pytest -p tests.tools.cpu_seconds
 # Tests of one file share their engines, and stay in one process.
 WORKERS ?= 2
-# Unit tests wait a tenth of their time, tests of processes and notebooks a third: further pytests use it.
-UNIT_WORKERS ?= 3
+# Tests of processes and notebooks wait a third of their time: further pytests use it.
 WAITING_WORKERS ?= 4
 # Worlds that `make thorough` simulates.
 SEEDS ?= 100000
@@ -49,7 +48,7 @@ test: lint
 	@$(MAKE) --no-print-directory test-notebook
 
 test-unit: $(VENV)/.installed-dev
-	$(PYTEST) -n $(UNIT_WORKERS) --dist loadfile tests/unit tests/kernels tests/simulation
+	$(PYTEST) $(PARALLEL) tests/unit tests/kernels tests/simulation
 
 test-process: $(VENV)/.installed-dev
 	$(PYTEST) $(WAITING) tests/process
@@ -76,7 +75,7 @@ durations: $(VENV)/.installed-dev
 	@set -e; mkdir -p build; arguments=; \
 	for suite in "tests/unit tests/kernels tests/simulation" tests/process tests/notebook; do \
 		report=build/junit_$$(echo $$suite | tr -c 'a-z\n' _).xml; begin=$$(date +%s); \
-		case $$suite in tests/unit*) workers=$(UNIT_WORKERS);; *) workers=$(WAITING_WORKERS);; esac; \
+		case $$suite in tests/unit*) workers=$(WORKERS);; *) workers=$(WAITING_WORKERS);; esac; \
 		$(PYTEST) -n $$workers --dist loadfile $$suite --junitxml=$$report; \
 		set -- "$$@" "$$suite=$$(($$(date +%s) - begin)):$$report"; \
 	done; $(BIN)/python -m tests.tools.durations "$$@"
