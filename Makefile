@@ -48,7 +48,7 @@ test: lint
 	@$(MAKE) --no-print-directory test-notebook
 
 test-unit: $(VENV)/.installed-dev
-	$(PYTEST) $(PARALLEL) tests/unit tests/kernels tests/simulation
+	$(BIN)/python -m tests.tools.side_by_side $(WORKERS) tests/unit tests/kernels tests/simulation
 
 test-process: $(VENV)/.installed-dev
 	$(PYTEST) $(WAITING) tests/process

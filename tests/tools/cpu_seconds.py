@@ -17,33 +17,43 @@ COLLECTION = "(start and collection)"
 MOST_FILES = 40
 
 _by_file: Counter[str] = Counter()
-_STARTED = pytest.StashKey[float]()
-"""The CPU seconds of this process and its children when an item's present phase began."""
+_IS_LAST = pytest.StashKey[bool]()
+"""True of the last item of a file."""
+_begun: dict[str, float] = {}
+"""The file whose tests run, with the CPU seconds of this process and its children when its first one began."""
 
 
 def _seconds() -> float:
     return sum(os.times()[:4])
 
 
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Note when an item begins."""
-    item.stash[_STARTED] = _seconds()
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Note when the first item of a file begins, and which is the last."""
+    file = _file_of(item.nodeid)
+    if file not in _begun:
+        _begun.clear()
+        _begun[file] = _seconds()
+    item.stash[_IS_LAST] = nextitem is None or _file_of(nextitem.nodeid) != file
     return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Pass on what was spent since the last report."""
-    now = _seconds()
-    spent, item.stash[_STARTED] = now - item.stash[_STARTED], now
-    item.user_properties[:] = [pair for pair in item.user_properties if pair[0] != PROPERTY]
-    item.user_properties.append((PROPERTY, spent))
+    """Pass on what the file has spent. To ask at each test would take a fiftieth of the time of short ones."""
+    if call.when == "teardown" and item.stash[_IS_LAST]:
+        item.user_properties.append((PROPERTY, _seconds() - _begun.pop(_file_of(item.nodeid))))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up, in the process that prints."""
-    _by_file[report.nodeid.partition("::")[0]] += dict(report.user_properties).get(PROPERTY, 0.0)
+    _by_file[_file_of(report.nodeid)] += dict(report.user_properties).get(PROPERTY, 0.0)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -238,4 +238,5 @@ def _key(identity: tuple[object, ...], slots: Mapping[str, WeightSlot], regions:
 def _are_small(regions: Sequence[Region]) -> bool:
     """Return whether most of the file that is mapped is not in huge pages, although there is room for them."""
     large = [region for region in regions if region.num_bytes >= HUGE_PAGE]
-    return huge_file_bytes(large) < sum(region.num_bytes for region in large) // 2
+    # Not to ask the system is worth it: it looks at all of the process's memory for the answer.
+    return bool(large) and huge_file_bytes(large) < sum(region.num_bytes for region in large) // 2

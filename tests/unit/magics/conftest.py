@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import tempfile
 import threading
@@ -446,6 +447,8 @@ def shell(
     yield shell
     unload(shell)
     InteractiveShell.clear_instance()
+    # Or each shell stays until the interpreter ends, and looks for garbage among all that is there then.
+    atexit.unregister(shell.atexit_operations)
 
 
 @pytest.fixture

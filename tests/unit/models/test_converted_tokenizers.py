@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import io
 import itertools
 import json
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast, convert_slow_tokenizer
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import sentencepiece_model_pb2_new as sentencepiece
 
 from nbengine.config import ModelConfig
@@ -71,6 +72,9 @@ def converted(directory: Path, **settings: Any) -> PreTrainedTokenizerFast:
 @contextlib.contextmanager
 def converting_here() -> Iterator[None]:
     """Convert here, where transformers is imported already; that a process of its own does it is tested below."""
+
+    # A function of the package has the module's name.
+    convert_slow_tokenizer = importlib.import_module("transformers.convert_slow_tokenizer")
 
     def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
         places = (

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -820,6 +820,17 @@ def test_weights_in_small_pages_are_copied_to_huge_ones(
     assert not is_mapped(first)
     assert not is_mapped(second)
     assert same(bits(second), plain)
+
+
+def test_the_system_is_not_asked_about_pages_that_cannot_be_huge(
+    store: PackedStore, readings: list[int], gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[Region]] = []
+    monkeypatch.setattr(kept_weights, "huge_file_bytes", asked.append)
+    load(gguf_file, store)
+    assert is_mapped(load(gguf_file, store))
+    assert len(readings) == 1
+    assert not asked
 
 
 def test_pages_of_a_file_are_exchanged_in_place(tmp_path: Path) -> None:
