@@ -92,7 +92,7 @@ export class Timeline {
     const { view } = this.app;
     const value = Number(this.slider.value);
     if (value >= (view.history?.end ?? 0)) view.goLive();
-    else view.moveToStep(Math.max(value - 1, view.history.begin));
+    else view.scrubTo(view.lastOf(Math.max(value - 1, view.history.begin)));
   }
 
   export() {
@@ -130,7 +130,7 @@ export class Timeline {
     if (!held || (Math.abs(event.clientX - held.x) <= 2 && Math.abs(event.clientY - held.y) <= 2)) return;
     this.pointer.hush();
     this.rows.scroll(held.offset - (event.clientY - held.y));
-    view.moveTo(held.right - (event.clientX - held.x) / view.scale);
+    view.scrubTo(held.right - (event.clientX - held.x) / view.scale);
   }
 
   pointed(x, y) {

@@ -234,6 +234,12 @@ export class View {
     this.keep();
   }
 
+  // Go to a place with all that is shown: the keyboard's cursor, whose time would be shown, does not stay behind.
+  scrubTo(right) {
+    this.cursor = null;
+    this.moveTo(right);
+  }
+
   // Let a step be the last one in sight.
   moveToStep(ordinal) {
     this.moveTo(this.lastOf(ordinal));
@@ -243,8 +249,8 @@ export class View {
   moveToTime(time) {
     if (!this.history) return;
     if (!this.hasSteps(time)) this.axis = "time";
-    if (this.isTime) this.moveTo(time);
-    else this.moveToStep(Math.max(this.history.begin, this.history.ordinalAt(time) - 1));
+    if (this.isTime) this.scrubTo(time);
+    else this.scrubTo(this.lastOf(Math.max(this.history.begin, this.history.ordinalAt(time) - 1)));
   }
 
   // Figures are shown that are kept since a time (null: none are). Where nothing is kept of the moment any more, it moves on.
@@ -256,7 +262,7 @@ export class View {
   }
 
   moveBy(places) {
-    this.moveTo(this.window[1] + places);
+    this.scrubTo(this.window[1] + places);
   }
 
   // Zoom so that the place at `share` of the width stays where it is.
