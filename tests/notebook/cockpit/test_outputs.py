@@ -80,6 +80,10 @@ def hostile(desk: Desk, clean_after_module: None) -> Iterator[tuple[Cockpit, dic
         "code": f"%%generate --raw --format code {says}\n{HOSTILE}",
         "recover": "%engine recover --all",
         "runs": "%runs --last 5",
+        "prompt": f"%%prompt hostile\n{HOSTILE}",
+        "prompts": "%prompts show hostile",
+        "history": "%engine history --last 5m",
+        "models": "%engine models",
         "name": f"%engine start random-tiny --name '{HOSTILE_NAME}'",
         "file": f"%%chat --save '{HOSTILE_NAME}.json' {says}\n{HOSTILE}",
     }
@@ -105,7 +109,7 @@ def test_hostile_texts_are_shown_as_they_are(hostile: tuple[Cockpit, dict[str, i
     cockpit, cells = hostile
     page = cockpit.page
     for kind, cell in cells.items():
-        if kind != "dashboard":
+        if kind not in ("dashboard", "prompt", "history", "models"):
             text = HOSTILE_NAME if kind in ("name", "file") else HOSTILE
             expect(cockpit.output(cell), kind).to_contain_text(text)
     assert_harmless(cockpit)
@@ -155,7 +159,9 @@ def test_everything_can_be_read_wide_and_narrow_light_and_dark(
             pictures.add(timeline_pixels(board))
             for kind, cell in cells.items():
                 screenshot(cockpit.output(cell), f"cockpit-{kind}-{name}")
-                assert faults_of_layout(cockpit.output(cell)) == [], (kind, name)
+                # A table of many columns is scrolled where there is no room for it.
+                if kind not in ("history", "models"):
+                    assert faults_of_layout(cockpit.output(cell)) == [], (kind, name)
             assert cockpit.output(cells["scores"]).locator(".nbs-table th").evaluate_all(DIVIDED) == []
     assert len(grounds) == 2
     assert len(pictures) == 4
