@@ -217,7 +217,7 @@ class Completion:
             return fragment, list(map(str, action.choices))
         if action.dest in CHOICES:
             return fragment, [choice for choice in CHOICES[action.dest] if choice is not None]
-        if action.dest == "engine":
+        if action.dest in ("engine", "judge_engine"):
             return fragment.rpartition(",")[2], [engine.name for engine in self._session.engines]
         if action.dest == "name":
             return fragment, self._names(command)

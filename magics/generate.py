@@ -90,6 +90,8 @@ class GenerateMagics(Magics):
         __tracebackhide__ = True
         shell = self.shell
         engines = [self._session.get(combination.options.engine) for combination in plan.combinations]
+        judge = plan.scores.judge
+        judging = None if judge is None or judge.engine is None else self._session.get(judge.engine)
         turn = Turn(shell, self._session, None if plan.axes else engines[0], is_cell=is_cell)
         options = plan.options
         try:
@@ -100,14 +102,15 @@ class GenerateMagics(Magics):
                     self._submitter.check_rank(engine, combination.options)
             # What differs from an earlier answer is shown by the cell that has waited for the new one.
             can_wait = in_kernel(shell) and not options.diff
-            if make_ready([engine.client for engine in engines], can_wait=can_wait):
+            asked = engines if judging is None else [*engines, judging]
+            if make_ready([engine.client for engine in asked], can_wait=can_wait):
                 options = replace(options, background=True)
             note = self._earlier.begin(against, looks_back=options.diff and against is None)
             stream: Stream[Any]
             if request is None:
                 stream = begin_comparison(
                     shell,
-                    Comparison(plan, engines, uuid4().hex),
+                    Comparison(plan, engines, uuid4().hex, judging),
                     self._submitter,
                     self._recorder,
                     lambda position, sent: note(plan.combinations[position].settings, sent),

@@ -79,7 +79,9 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> tuple[st
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-    head = "<thead><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr></thead>"
+    # JupyterLab has the cells of tables at the right unless they say otherwise.
+    names = "".join(f'<th style="text-align:left">{escape(cell)}</th>' for cell in header)
+    head = f"<thead><tr>{names}</tr></thead>"
     body = "".join("<tr>" + _html_cells(row, name_first=not header) + "</tr>" for row in rows)
     return plain, f"<table>{head if header else ''}<tbody>{body}</tbody></table>"
 

@@ -118,6 +118,8 @@ class Comparison:
     engines: Sequence[AttachedEngine]
     name: str
     """The name that all its runs share."""
+    judge: AttachedEngine | None = None
+    """The engine that judges; None: each one its own answers."""
 
     def occasion(self, position: int) -> Occasion:
         """Return what the run of a request is kept with."""
@@ -153,9 +155,12 @@ class ComparisonDeeds:
         """Make the scoring of answers; `background` says that no cell waits for the judge."""
         result, plan = self.result, self.comparison.plan
         options = [replace(each.options, background=background) for each in plan.combinations]
-        judge = judge_of(
-            plan.scores, result.results, self.comparison.engines, options, self.submitter, result.scores
-        )
+        engines = self.comparison.engines
+        if self.comparison.judge is not None:
+            # Ranks and raw prompts are for the engines that answer.
+            engines = [self.comparison.judge] * len(engines)
+            options = [replace(each, rank=None, chat=None) for each in options]
+        judge = judge_of(plan.scores, result.results, engines, options, self.submitter, result.scores)
         return Scoring(plan.scores, result.scores, judge, self._keep_scores)
 
     def _keep_scores(self, position: int) -> None:

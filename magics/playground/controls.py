@@ -1,4 +1,4 @@
-"""The settings of a side of the playground, which are the sampling flags of `%%generate`."""
+"""The settings of a side of the playground: the flags of `%%generate` that say how and in what form to answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.generation.arguments import add_sampling_flags
+from nbengine.magics.generation.structured import add_constraint_flags
 
 _SLIDERS = {
     "temperature": (0.0, 2.0, 0.05, 1.0),
@@ -64,9 +65,10 @@ def words_of(settings: Mapping[str, str]) -> list[str]:
 
 
 def _settings() -> Iterator[_Setting]:
-    """Yield the sampling flags in the order in which they are declared; what needs `--set` stands before that flag."""
+    """Yield the flags in the order in which they are declared; what needs `--set` stands before that flag."""
     parser = MagicParser("%playground", "")
     add_sampling_flags(parser, str)
+    add_constraint_flags(parser)
     for action in parser._actions:
         if action.dest in _NOT_HERE:
             continue

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from IPython.core.error import UsageError
 
-from nbengine.frontend.prompts.prompt import Filled, Prompt
+from nbengine.frontend.prompts.prompt import Example, Filled, Prompt
 from nbengine.frontend.text.interpolate import fill, paths_in
 from nbengine.magics.comparison.arguments import plan_of
 from nbengine.magics.config import NBEngine
@@ -41,13 +41,21 @@ class SideState(msgspec.Struct):
     settings: dict[str, str] = {}
 
 
+class Shot(msgspec.Struct):
+    """An example that was entered; one without any text is none."""
+
+    question: str = ""
+    answer: str = ""
+
+
 class State(msgspec.Struct):
-    """All that the user has entered: a name, the text, the values of its variables, and the sides."""
+    """All that the user has entered: a name, the text, the values of its variables, examples, and the sides."""
 
     name: str
     text: str
     values: dict[str, str]
     sides: list[SideState]
+    examples: list[Shot] = []
 
 
 def prompt_of(state: State) -> Prompt:
@@ -56,7 +64,10 @@ def prompt_of(state: State) -> Prompt:
     Raises:
         InvalidArgumentError: it is none.
     """
-    return Prompt(state.name.strip() or _UNNAMED, state.text)
+    examples = tuple(
+        Example(each.question, each.answer) for each in state.examples if each.question or each.answer
+    )
+    return Prompt(state.name.strip() or _UNNAMED, state.text, examples=examples)
 
 
 def options_of_side(
@@ -86,7 +97,7 @@ def words_of_side(side: SideState) -> list[str]:
 
 
 def as_cell(prompt: Prompt, state: State, side: int) -> str:
-    """Write a side as a cell: a text without variables and roles as a `%%generate` cell, any other one by its name."""
+    """Write a side as a cell: a text that is all of the prompt as a `%%generate` cell, any other one by its name."""
     flags = [_word(word) for word in words_of_side(state.sides[side])]
     if is_plain(prompt):
         return "\n".join([" ".join(["%%generate", *flags]), prompt.text()])
@@ -96,7 +107,7 @@ def as_cell(prompt: Prompt, state: State, side: int) -> str:
 
 def is_plain(prompt: Prompt) -> bool:
     """Return whether a `%%generate` cell with the prompt's text as its body asks the same."""
-    if prompt.variables or prompt.has_roles:
+    if prompt.variables or prompt.has_roles or prompt.examples:
         return False
     # Braces that are text here would be a field there.
     text = prompt.text()
@@ -117,8 +128,9 @@ def as_python(options: GenerateOptions, filled: Filled, engine: AttachedEngine, 
     arguments = "".join(f"    {name}={value!r},\n" for name, value in given.items())
     chat = client.has_chat_template if options.chat is None else options.chat
     asked, method = _asked(options, None if chat else as_text(filled, engine.name), config)
+    names = ["LLM", "SamplingParams", *(["StructuredOutputsParams"] if params.structured_outputs else [])]
     return (
-        "from nbengine import LLM, SamplingParams\n\n"
+        f"from nbengine import {', '.join(names)}\n\n"
         f"params = SamplingParams(\n{arguments})\n"
         f"{asked}\n"
         f"with LLM({client.config.model.model!r}) as llm:\n"

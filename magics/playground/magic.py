@@ -72,15 +72,16 @@ class PlaygroundMagics(Magics):
 
     def _state(self, wanted: tuple[str, int | None] | None) -> dict[str, Any]:
         prompt = None if wanted is None else self._shelf.find(*wanted)
-        if prompt is not None and (prompt.examples or prompt.raw):
+        if prompt is not None and prompt.raw:
             raise UsageError(
-                f"%playground: prompt {prompt.reference} has examples of --examples or is --raw, which the editor cannot "
-                "hold; %generate asks with it"
+                f"%playground: prompt {prompt.reference} is --raw, which the editor cannot hold; %generate asks with it"
             )
+        examples = () if prompt is None else prompt.examples
         return {
             "name": "" if prompt is None else prompt.name,
             "text": "" if prompt is None else prompt.source,
             "values": {} if prompt is None else dict(prompt.defaults),
+            "examples": [{"question": each.question, "answer": each.answer} for each in examples],
             "sides": [
                 {"engine": "", "raw": False, "settings": dict(_SIDES[side])} for side in range(NUM_SIDES)
             ],

@@ -157,7 +157,7 @@ class Playground:
 
     def _keep(self, state: State) -> tuple[Prompt, str]:
         prompt = prompt_of(state)
-        return self._shelf.keep(Prompt(prompt.name, prompt.source, notebook=notebook_name(self._shell)))
+        return self._shelf.keep(replace(prompt, notebook=notebook_name(self._shell)))
 
     def _insert(self, side: int, state: State) -> None:
         prompt = prompt_of(state)

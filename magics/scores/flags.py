@@ -62,8 +62,13 @@ def add_score_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--judge",
         metavar="PROMPT",
-        help="let the same engine grade each answer from 1 (worst) to 5 (best) by this rule, or by the variable of that "
-        "name; {prompt}, {answer} and the row's variables may stand in it",
+        help="let a model grade each answer from 1 (worst) to 5 (best) by this rule, or by the variable of that name; "
+        "{prompt}, {answer} and the row's variables may stand in it",
+    )
+    add(
+        "--judge-engine",
+        metavar="ENGINE",
+        help="the engine of the notebook whose model judges (default: the one that has written the answer)",
     )
     add(
         "--pairwise",
@@ -97,6 +102,8 @@ def score_plan(
     expected = [_expected(column, match, rows, namespace, prog) for column in parsed.expect]
     if parsed.pairwise and parsed.judge is None:
         raise UsageError(f"{prog}: --pairwise says how --judge judges, and there is no --judge")
+    if parsed.judge_engine is not None and parsed.judge is None:
+        raise UsageError(f"{prog}: --judge-engine says which model judges, and there is no --judge")
     judge = None if parsed.judge is None else _judge_prompt(parsed, namespace, prog)
     num_settings = math.prod(len(axis.choices) for axis in axes if axis.name not in rows[0].elements)
     plan = ScorePlan((*scorers, *expected), judge, rows, num_settings)
@@ -151,7 +158,7 @@ def _judge_prompt(parsed: argparse.Namespace, namespace: Mapping[str, object], p
         text = value
     if not text.strip():
         raise UsageError(f"{prog}: --judge: the prompt is empty")
-    return JudgePrompt(text, parsed.pairwise, namespace)
+    return JudgePrompt(text, parsed.pairwise, namespace, parsed.judge_engine)
 
 
 def _check_pairs(num_questions: int, limit: int, prog: str) -> None:

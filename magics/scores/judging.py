@@ -51,7 +51,7 @@ class Judge(Protocol):
 
 
 class GradingJudge:
-    """A judge that grades each answer by itself, on the engine that has written it."""
+    """A judge that grades each answer by itself."""
 
     def __init__(self, prompt: JudgePrompt, rows: Sequence[Row], questions: Questions[Place]) -> None:
         self._prompt = prompt
@@ -75,8 +75,8 @@ class PairingJudge:
 
     Each two are asked about twice, with their positions swapped. An answer wins (1) where it is preferred both
     times, and where the two choices are not the same answer there is a tie (0.5). The score of an answer is
-    the mean over all others. The engine that has written answer A is asked, so that of two engines each
-    judges once.
+    the mean over all others. Unless one engine judges all, that which has written answer A is asked, so that of two
+    engines each judges once.
     """
 
     def __init__(
@@ -159,7 +159,8 @@ def judge_of(
     submitter: Submitter,
     scores: Scores,
 ) -> Judge | None:
-    """Make the judge that a plan asks for; `results`, `engines` and `options` come by position.
+    """Make the judge that a plan asks for; `results`, `engines` and `options` come by position, the last two being
+    those of the questions.
 
     `scores` has what a judge has chosen before.
     """

@@ -73,6 +73,8 @@ class JudgePrompt:
     in_pairs: bool
     """Two answers are compared, instead of one graded."""
     namespace: Mapping[str, object]
+    engine: str | None = None
+    """The engine that is asked; None: the one that has written the answer."""
 
 
 @dataclass(frozen=True)

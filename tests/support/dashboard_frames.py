@@ -413,3 +413,27 @@ class FakeEngine:
         self.span_start = now
         self.all_spans += spans
         return spans
+
+
+def kept_hour(end: float) -> Frame:
+    """The answer about an hour that ends at a time: loads that come and go, and a time of which nothing is known."""
+    slices = range(360)
+    loads = [None if 200 <= at < 230 else max(0, 40 - abs(at % 120 - 60)) for at in slices]
+
+    def column(scale: float) -> list[float | None]:
+        return [None if load is None else scale * load for load in loads]
+
+    rates = {"tokens_per_second": 50, "prompt_tokens_per_second": 200, "running": 2, "waiting": 1}
+    rates |= {"ttft_p50": 0.01, "ttft_p95": 0.02, "ttft_p99": 0.03, "itl_p50": 0.001, "itl_p95": 0.002}
+    rates |= {"itl_p99": 0.003, "kv_usage": 0.02, "preemptions": 0.1}
+    rates |= {"prefix_cache_queries": 100, "prefix_cache_hits": 30}
+    columns = {name: column(scale) for name, scale in rates.items()}
+    rank = {"rank": 0, "seconds": 10.0, "gap": [int(load is None) for load in loads], **columns}
+    return {
+        "kind": "history",
+        "last": "1h",
+        "error": None,
+        "begin": end - 3600,
+        "end": end,
+        "ranks": [rank],
+    }, []

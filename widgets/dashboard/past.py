@@ -3,11 +3,12 @@
 The answer to `{"kind": "history", "last": "1h"}` is
 ```
 {"kind": "history", "last": "1h", "error": null, "begin": 1700000000.0, "end": 1700003600.0,
- "ranks": [{"rank": 0, "seconds": 10.0, "gap": [0, 1, ...], "tokens_per_second": [...], "ttft_p50": [...],
-            "ttft_p95": [...], "itl_p50": [...], "itl_p95": [...], "running": [...], "waiting": [...],
-            "kv_usage": [...], "preemptions": [...]}]}
+ "ranks": [{"rank": 0, "seconds": 10.0, "gap": [0, 1, ...], "tokens_per_second": [...],
+            "prompt_tokens_per_second": [...], "ttft_p50": [...], "ttft_p95": [...], "ttft_p99": [...],
+            "itl_p50": [...], "itl_p95": [...], "itl_p99": [...], "running": [...], "waiting": [...],
+            "kv_usage": [...], "preemptions": [...], "prefix_cache_queries": [...], "prefix_cache_hits": [...]}]}
 ```
-Slice `i` of a rank begins at `begin + i * seconds`. Where `gap` is 1, nothing is known of the slice or of a part
+Slice `i` begins at `begin + i * seconds`; the slices of all ranks are equally long. Where `gap` is 1, nothing is known of the slice or of a part
 of it. Times are seconds of `time.time()`, percentiles seconds, or null where no request had any. `error` says
 why there is no history; `ranks` is empty then.
 """
@@ -24,14 +25,19 @@ MOST_SLICES = 360
 MOST_VALUES = 2880
 FIGURES = {
     "tokens_per_second": 2,
+    "prompt_tokens_per_second": 2,
     "ttft_p50": 6,
     "ttft_p95": 6,
+    "ttft_p99": 6,
     "itl_p50": 6,
     "itl_p95": 6,
+    "itl_p99": 6,
     "running": 0,
     "waiting": 0,
     "kv_usage": 4,
     "preemptions": 0,
+    "prefix_cache_queries": 2,
+    "prefix_cache_hits": 2,
 }
 """The figures of a slice, and their digits."""
 

@@ -11,7 +11,7 @@ from nbengine.metrics.history import HistoryRow, MetricsHistory
 
 MAX_COLUMNS = 120
 """The most slices of a chart."""
-LATENCIES = ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95")
+LATENCIES = ("ttft_p50", "ttft_p95", "ttft_p99", "itl_p50", "itl_p95", "itl_p99")
 _ROUNDING = 1e-6
 
 
@@ -26,17 +26,24 @@ class Slice:
     is_gap: bool = True
     """Nothing is known of the slice, or of a part of it."""
     tokens_per_second: float = 0.0
-    """The mean over what is known."""
+    """The mean over what is known, as in the following one."""
+    prompt_tokens_per_second: float = 0.0
+    """Those of prompts, also those that were found in the prefix cache."""
     ttft_p50: float | None = None
     """The highest of the rows' percentiles, as in the following ones; None: there are none."""
     ttft_p95: float | None = None
+    ttft_p99: float | None = None
     itl_p50: float | None = None
     itl_p95: float | None = None
+    itl_p99: float | None = None
     running: int = 0
     """The most at one time, as in the following two."""
     waiting: int = 0
     kv_usage: float = 0.0
     preemptions: int = 0
+    prefix_cache_queries: float = 0.0
+    """The prompt tokens that were looked up, and how many of them were found."""
+    prefix_cache_hits: float = 0.0
 
     @property
     def clock(self) -> str:
@@ -64,11 +71,14 @@ class Trends:
         return self._end - self._begin
 
     def of_rank(self, rank: int, most: int) -> list[Slice]:
-        """Divide the time of an engine core into `most` slices, or fewer that are as long as its rows."""
+        """Divide the time of an engine core into `most` slices, or fewer that are as long as the shortest row.
+
+        The slices of all engine cores are equally long.
+        """
         spans = [span for span in self._history.spans if span.rank == rank]
         if not spans:
             return []
-        least = min(span.seconds for span in spans)
+        least = min(span.seconds for span in self._history.spans)
         count = max(1, min(most, math.ceil(self.seconds / max(least, 1.0))))
         width = self.seconds / count
         slices = [Slice(moment) for moment in self._times(spans, count, width)]
@@ -78,6 +88,7 @@ class Trends:
             part.is_gap = part.known < width * (1 - _ROUNDING)
             if part.known:
                 part.tokens_per_second /= part.known
+                part.prompt_tokens_per_second /= part.known
         return slices
 
     def _times(self, spans: Sequence[HistoryRow], count: int, width: float) -> Iterator[float]:
@@ -102,7 +113,11 @@ class Trends:
 
 def _count(span: HistoryRow, part: Slice, shared: float, *, is_first: bool) -> None:
     part.known += shared
-    part.tokens_per_second += span.generation_tokens * shared / span.seconds
+    weight = shared / span.seconds
+    part.tokens_per_second += span.generation_tokens * weight
+    part.prompt_tokens_per_second += span.prompt_tokens * weight
+    part.prefix_cache_queries += span.prefix_cache_queries * weight
+    part.prefix_cache_hits += span.prefix_cache_hits * weight
     part.running = max(part.running, span.running)
     part.waiting = max(part.waiting, span.waiting)
     part.kv_usage = max(part.kv_usage, span.kv_usage)

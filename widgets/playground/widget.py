@@ -15,7 +15,8 @@ The script sends `{"kind": "hello"}` when it is mounted, `{"kind": "read", "text
 `{"kind": "run", "side", "state"}`, `{"kind": "stop", "side"}`, `{"kind": "keep", "state"}`,
 `{"kind": "cell", "side", "state"}` and `{"kind": "python", "side", "state"}`, where
 ```
-STATE = {"name": "", "text": "", "values": {NAME: TEXT}, "sides": [{"engine": "", "raw": false, "settings": {NAME: TEXT}}, ...]}
+STATE = {"name": "", "text": "", "values": {NAME: TEXT}, "examples": [{"question": "", "answer": ""}, ...],
+         "sides": [{"engine": "", "raw": false, "settings": {NAME: TEXT}}, ...]}
 ```
 """
 
@@ -43,7 +44,7 @@ class PlaygroundWidget(anywidget.AnyWidget):
     """The settings of a side in their order: `name`, `flag` (or the name where there is none), `help`, `kind` ("number",
     "integer", "text", "lines"), and `low`, `high`, `step` and `start` (its place while nothing is entered) of a slider."""
     state = traitlets.Dict().tag(sync=True)
-    """The name, text, values and settings that the user has entered, as in `STATE`."""
+    """The name, text, values, examples and settings that the user has entered, as in `STATE`."""
     answers: traitlets.List[Frame] = traitlets.List().tag(sync=True)
     """The sides as they were last, for pages in which no kernel answers a hello."""
 

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import numpy as np
+import pytest
 from chromium import needs_chromium
 from dashboard_frames import START, FakeEngine, Frame
 from dashboard_page import DashboardPage
@@ -105,6 +106,15 @@ def test_time_that_passes_without_steps_is_seen_and_what_is_not_known_is_marked(
     page.page.get_by_label("Show time").click()
     page.settle()
     assert_color(look(4.05), ROLES["decode"])
+    # At a moment of which nothing is known the figures are those of now, and say so.
+    box = page.page.locator(TIMELINE).bounding_box()
+    assert box is not None
+    page.page.mouse.move(box["x"] + place(page, 5.0), box["y"] + 60)
+    page.page.mouse.down()
+    page.page.mouse.move(box["x"] + place(page, 7.5), box["y"] + 60)
+    page.page.mouse.up()
+    page.settle()
+    assert page.text(".nbe-moment") == "figures: live"
 
 
 def test_a_crosshair_goes_through_all_panels(open_page: OpenPage) -> None:
@@ -405,14 +415,19 @@ def history_answer(ranks: int = 1, error: str | None = None) -> Frame:
     columns = {
         "gap": [0, 0, 1, 0],
         "tokens_per_second": [10, 20, None, 40],
+        "prompt_tokens_per_second": [15, 0, None, 0],
         "ttft_p50": [0.1, None, None, 0.2],
         "ttft_p95": [0.3, None, None, 0.4],
+        "ttft_p99": [0.5, None, None, 0.6],
         "itl_p50": [0.01, 0.01, None, 0.02],
         "itl_p95": [0.02, 0.02, None, 0.03],
+        "itl_p99": [0.03, 0.03, None, 0.04],
         "running": [1, 2, None, 0],
         "waiting": [0, 1, None, 0],
         "kv_usage": [0.1, 0.2, None, 0.05],
         "preemptions": [0, 3, None, 0],
+        "prefix_cache_queries": [80, 0, None, 0],
+        "prefix_cache_hits": [20, 0, None, 0],
     }
     rows = [{"rank": rank, "seconds": 900.0, **columns} for rank in range(ranks)]
     times = {"begin": START - 3600, "end": START} if error is None else {"begin": None, "end": None}
@@ -449,13 +464,17 @@ def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage
     assert_color(page.pixel(chart, 52 + 0.9 * (width - 54), height - 6), ROLES["decode"])
     gap = page.pixel(chart, 52 + 0.6 * (width - 54), height - 6)
     assert 0 < gap[3] < 255
-    # A press leads to the steps of a time, or says that they are not kept.
-    said = page.page.locator(".nbe-trends [role=status]")
-    page.page.locator(chart).click(position={"x": 52 + 0.5 * (width - 54), "y": 60})
-    expect(said).to_have_text(re.compile(r"^The steps of \d\d:\d\d:\d\d are not kept\.$"))
+    # Requests that wait stand upon those that run.
+    requests = ".nbe-trend-chart:nth-child(2) canvas"
+    assert_color(page.pixel(requests, 52 + 0.375 * (width - 54), 36), ROLES["waiting"])
+    assert_color(page.pixel(requests, 52 + 0.375 * (width - 54), 70), ROLES["running"])
+    # A press leads to a time and says what is not kept of it.
+    said = page.page.locator(".nbe-shown")
+    page.page.locator(chart).click(position={"x": 52 + 0.45 * (width - 54), "y": 60})
+    expect(said).to_have_text(re.compile(r"^The steps and requests of \d\d:\d\d:\d\d are not kept\.$"))
     page.page.locator(chart).click(position={"x": 52 + 0.97 * (width - 54), "y": 60})
-    expect(said).to_be_hidden()
-    assert page.text(".nbe-place").startswith("step 1 · ")
+    expect(said).to_have_text(re.compile(r"^The requests of"))
+    assert page.text(".nbe-timeline .nbe-place").startswith("step 1 · ")
     # By the keyboard, too, which says what is there.
     page.page.mouse.move(0, 0)
     page.page.focus(chart)
@@ -468,11 +487,11 @@ def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage
         assert page.text(TIP).endswith(text)
     expect(page.page.locator(".nbe-announcer")).to_have_text(re.compile(r"tokens/s generated: 10$"))
     page.page.keyboard.press("Enter")
-    expect(said).to_contain_text("are not kept")
+    expect(said).to_have_text(re.compile(r"^The steps and requests of"))
     page.page.keyboard.press("End")
     page.page.keyboard.press("Enter")
     page.settle()
-    expect(said).to_be_hidden()
+    expect(said).to_have_text(re.compile(r"^The requests of"))
     # One crosshair for all charts.
     assert len([name for name, _ in page.page.evaluate(CROSSES) if name == "The last hour"]) == 6
     # An answer to another question is not for this view, and an engine that has ended leaves what was known.
@@ -483,3 +502,101 @@ def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage
     page.page.get_by_role("button", name="Steps, requests and blocks").click()
     page.settle()
     expect(page.page.locator(".nbe-trends")).to_be_hidden()
+
+
+def test_all_that_is_kept_follows_who_scrubs_an_hour(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount(view={"axis": "steps"})
+    words = [word(1, False, 0)] * 10 + [word(0)] * 90
+    first = frame(
+        steps=[timed(1, -500.0), timed(2, -1.0)], requests=[request(0)], words=words, num_blocks=100
+    )
+    page.deliver(at(first, 0.0))
+    page.page.get_by_role("button", name="The last hour").click()
+    page.deliver(history_answer())
+    slider, said, moment = ".nbe-scrubber", ".nbe-shown", ".nbe-moment"
+    live = page.page.locator(".nbe-live:visible")
+    assert page.text(said).startswith("Press or drag on a chart")
+
+    def scrub(seconds: float) -> None:
+        page.page.locator(slider).fill(str(seconds))
+        page.settle()
+
+    def crosses() -> list[float]:
+        chart = page.page.evaluate("document.querySelector('.nbe-trend-chart canvas').clientWidth")
+        found = page.page.evaluate(CROSSES)
+        return [(left - 52) / (chart - 54) for name, left in found if name == "The last hour"]
+
+    # The host has the figures of this time, and nobody has its steps, blocks and requests. Where the keyboard's cursor
+    # was does not matter.
+    page.page.focus(TIMELINE)
+    page.page.keyboard.press("Home")
+    scrub(600)
+    assert re.match(r"as of \d\d:\d\d:\d\d, over 15 min 0 s$", page.text(moment))
+    labels = ("tokens in", "tokens out", "first token", "between", "memory", "KV blocks", "prefix hits")
+    values = ["15/s", "10/s", "100 ms", "10.0 ms", "–", "10 % of 100", "25 %"]
+    assert [tile(page, label).replace("\n", "") for label in labels] == values
+    assert page.page.locator(".nbe-tail").all_inner_texts() == [
+        "cached ones, too",
+        "",
+        "p95 300 ms · p99 500 ms",
+        "p95 20.0 ms · p99 30.0 ms",
+        "not kept",
+        "at most",
+        "in 15 min 0 s",
+    ]
+    assert re.match(r"The steps, blocks and requests of \d\d:\d\d:\d\d are not kept\.$", page.text(said))
+    assert live.all_inner_texts() == ["live"] * 2
+    assert page.text(".nbe-scheduler .nbe-now") == "not kept"
+    assert page.text(".nbe-timeline .nbe-place").startswith("no steps of ")
+    assert page.page.get_by_label("Show steps, each").is_visible()
+    assert crosses() == [pytest.approx(600 / 3600, abs=0.01)] * 6
+    width = float(page.page.evaluate(f"document.querySelector('{TIMELINE}').clientWidth"))
+    assert hover(page, TIMELINE, width - 3, AXIS + 60).split("\n")[1:] == [
+        "the steps of this time are not kept"
+    ]
+    assert page.pixel(TIMELINE, width - 3, AXIS + 60)[3] > 20
+    page.page.mouse.move(0, 0)
+    # What comes meanwhile moves nothing; where not even the host has figures, they are those of now.
+    shown = page.text(moment)
+    page.deliver(at(frame(2, reset=False, steps=[timed(3, 4.0)], num_blocks=100), 5.0))
+    assert (page.text(moment), tile(page, "tokens out")) == (shown, "10/s")
+    scrub(2000)
+    assert (page.text(moment), tile(page, "tokens out")) == ("figures: live", "412/s")
+    assert page.text(said).startswith("The figures, steps, blocks and requests of ")
+    # Steps that are kept are shown, and the course of a tile ends where nothing is known.
+    scrub(3200)
+    assert tile(page, "tokens out") == "40/s"
+    assert page.text(said).startswith("The blocks and requests of ")
+    assert page.text(".nbe-timeline .nbe-place").startswith("step 1 · ")
+    trend = ".nbe-tile:nth-child(2) .nbe-trend canvas"
+    narrow = float(page.page.evaluate(f"document.querySelector('{trend}').clientWidth"))
+    lines = [
+        max(page.pixel(trend, 1 + seconds / 2750 * (narrow - 2), y)[3] for y in range(18))
+        for seconds in (450, 1800)
+    ]
+    assert lines[0] > 20
+    assert lines[1] == 0
+    # So it is for who drags over a chart; the button leads back.
+    box = page.page.locator(".nbe-trend-chart canvas").first.bounding_box()
+    assert box is not None
+    page.page.mouse.move(box["x"] + 52 + 0.9 * (box["width"] - 54), box["y"] + 60)
+    page.page.mouse.down()
+    page.settle()
+    assert tile(page, "tokens out") == "40/s"
+    page.page.mouse.move(box["x"] + 52 + 0.3 * (box["width"] - 54), box["y"] + 60)
+    page.settle()
+    assert tile(page, "tokens out") == "20/s"
+    page.page.mouse.up()
+    page.page.mouse.move(0, 0)
+    assert crosses() == [pytest.approx(0.3, abs=0.01)] * 6
+    page.page.get_by_role("button", name="Show what is now").click()
+    page.settle()
+    assert page.page.locator(moment).is_hidden()
+    assert page.page.locator(slider).input_value() == "3600"
+    # Without the history there is no way to a time whose steps are not kept.
+    scrub(600)
+    page.page.get_by_role("button", name="Steps, requests and blocks").click()
+    page.settle()
+    assert page.page.locator(moment).is_hidden()
+    assert page.page.get_by_role("button", name="Pause").is_visible()

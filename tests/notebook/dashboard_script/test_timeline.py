@@ -80,7 +80,7 @@ def test_the_timeline_can_be_paused_gone_back_in_and_zoomed(open_page: OpenPage)
     page.mount(view={"axis": "steps"})
     steps = [step(1, [0, 5, 1, -1]), *[step(number, [0, 1, 0, -1]) for number in range(2, 2001)]]
     page.deliver(frame(steps=steps))
-    place, pause = page.page.locator(".nbe-place"), page.page.locator(".nbe-tools button").first
+    place, pause = page.page.locator(".nbe-place"), page.page.locator(".nbe-timeline button").first
     expect(place).to_contain_text("step 2,000")
     page.page.focus(TIMELINE)
     page.page.keyboard.press("ArrowLeft")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,13 @@ from chromium import needs_chromium
 from dashboard_frames import FakeEngine
 from dashboard_page import DARK, LIGHT, DashboardPage
 from notebook_support.dashboard_script import (
-    AXIS,
     BLOCKS,
-    GUTTER,
     STEPS,
     TIMELINE,
     OpenPage,
     assert_color,
     cell,
     frame,
-    hover,
     request,
     rgb,
     step,
@@ -30,8 +26,6 @@ from notebook_support.dashboard_script import (
 from playwright.sync_api import Browser, expect
 
 from nbengine.widgets.dashboard.palette import MORE_CONTRAST, REQUESTS, ROLES
-
-PICTURES = os.environ.get("NBENGINE_TEST_PICTURES")
 
 pytestmark = needs_chromium
 
@@ -341,7 +335,7 @@ def test_several_are_independent_and_leave_nothing(open_page: OpenPage) -> None:
     assert [text.split(" ·")[0] for text in places.all_inner_texts()] == ["step 9", "step 4"]
     page.page.get_by_label("Pause").nth(0).click()
     page.settle()
-    assert page.page.locator(".nbe-tools button:first-child").all_inner_texts() == ["▶ Live", "❚❚ Pause"]
+    assert page.page.locator(".nbe-timeline button:first-child").all_inner_texts() == ["▶ Live", "❚❚ Pause"]
     assert page.page.locator(".nbe-table").nth(1).locator("tbody tr").count() == 2
     assert page.sent("abort", 0) == page.sent("abort", 1) == []
     page.page.evaluate("cleanups[0]()")
@@ -387,64 +381,6 @@ def height_told(page: DashboardPage) -> tuple[str | None, ...]:
     """Return what a screen reader says of the handle: from, to, at, in words."""
     handle = page.page.get_by_role("separator")
     return tuple(handle.get_attribute(f"aria-value{name}") for name in ("min", "max", "now", "text"))
-
-
-OVERFLOWING = """() => {
-    const found = [];
-    const root = document.querySelector(".nbe-dash").getBoundingClientRect();
-    for (const node of document.querySelectorAll(".nbe-dash *")) {
-        const box = node.getBoundingClientRect();
-        if (!box.width || node.closest(".nbe-scroller, .nbe-announcer, .nbe-probe")) continue;
-        if (box.left < root.left - 0.5 || box.right > root.right + 0.5) found.push(["out", node.className]);
-        if (node.scrollWidth > node.clientWidth + 1 && node.clientWidth && !node.matches("input, select"))
-            found.push(["cut", node.className]);
-    }
-    const leaves = [...document.querySelectorAll(".nbe-tile > *, h3, .nbe-now, .nbe-legend > span, "
-        + ".nbe-tools > *, canvas, .nbe-title > *, .nbe-table th")].filter((n) => n.offsetWidth);
-    const boxes = leaves.map((n) => [n, n.getBoundingClientRect()]);
-    for (const [a, p] of boxes) for (const [b, q] of boxes) {
-        if (a === b || a.contains(b) || b.contains(a)) continue;
-        if (Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
-            && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 1) found.push([a.className, b.className]);
-    }
-    return [found, document.documentElement.scrollWidth - innerWidth];
-}"""
-
-
-LOOKS = [(1280, "light"), (800, "dark"), (480, "light")]
-MORE_LOOKS = [(1280, "dark"), (800, "light")]
-
-
-@pytest.mark.parametrize(("width", "theme"), LOOKS + (MORE_LOOKS if PICTURES else []))
-def test_nothing_overlaps_or_is_cut_off(open_page: OpenPage, width: int, theme: str) -> None:
-    page = open_page(width=width, height=1000, theme=DARK if theme == "dark" else LIGHT)
-    page.mount(view={"axis": "steps"})
-    engine = FakeEngine(ranks=2, num_blocks=240, lock_step=True)
-    engine.run(150, arrivals=0.2)
-    page.deliver(engine.frame(reset=True))
-    for _ in range(6):
-        engine.run(20, arrivals=0.2)
-        page.deliver(engine.frame())
-    found, beyond = page.page.evaluate(OVERFLOWING)
-    assert found == []
-    assert beyond <= 0
-    columns = page.page.evaluate("getComputedStyle(document.querySelector('.nbe-body')).gridTemplateColumns")
-    assert len(columns.split()) == (2 if width == 1280 else 1)
-    # What is told beside the pointer stays in the window, also in its corners.
-    box = page.page.locator(TIMELINE).bounding_box()
-    assert box is not None
-    for x, y in ((GUTTER + 200, AXIS + 4), (box["width"] - 2, box["height"] - 2)):
-        hover(page, TIMELINE, x, y)
-        tip = page.page.locator(".nbe-tip").bounding_box()
-        assert tip is not None
-        assert tip["x"] >= 0
-        assert tip["y"] >= 0
-        assert tip["x"] + tip["width"] <= width
-        assert tip["y"] + tip["height"] <= 1000
-    page.page.mouse.move(0, 0)
-    if PICTURES:
-        Path(PICTURES).mkdir(parents=True, exist_ok=True)
-        page.page.screenshot(path=Path(PICTURES) / f"dashboard-{theme}-{width}.png", full_page=True)
 
 
 def test_an_engine_that_is_held_back_has_a_button_that_lets_it_go_on(open_page: OpenPage) -> None:

@@ -53,6 +53,17 @@ def test_two_sides_answer_stop_and_become_cells(open_lab: OpenLab) -> None:
     slider.press("ArrowRight")
     expect(a.get_by_label("--temperature", exact=True)).to_have_value("0.05")
 
+    # Examples come and go, and the cursor goes where the next thing is to be written.
+    page.locator(".nbp summary", has_text="examples (0)").click()
+    for number in (1, 2):
+        page.get_by_role("button", name="add an example").click()
+        expect(page.get_by_label(f"question of example {number}")).to_be_focused()
+        page.keyboard.insert_text(f"question {number}")
+    page.get_by_role("button", name="remove example 1").click()
+    expect(page.get_by_label("question of example 1")).to_have_value("question 2")
+    expect(page.locator(".nbp summary", has_text="examples (1)")).to_be_visible()
+    page.get_by_label("answer of example 1").fill("<b>an answer</b>")
+
     editor.press("Control+Enter")
     expect(a.get_by_role("status")).to_contain_text("7 tokens")
     expect(b.get_by_role("status")).to_contain_text("9 tokens")

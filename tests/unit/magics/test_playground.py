@@ -18,7 +18,7 @@ from nbengine.magics.generation.arguments import generate_parser
 from nbengine.magics.playground.controls import controls, words_of
 from nbengine.magics.playground.magic import PlaygroundMagics
 from nbengine.magics.playground.playground import Playground
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kernel_cells import until
 
@@ -68,7 +68,8 @@ def test_every_sampling_flag_is_a_setting_in_its_order() -> None:
     first, last = group.index("--temperature"), group.index("--set")
     flags = [flag for flag in group[first : last + 1] if flag != "--logprobs"]
     # Penalties have no flag of their own, and stand before the one that says them.
-    assert labels == [*flags[:-1], "presence_penalty", "frequency_penalty", "repetition_penalty", "--set"]
+    penalties = ["presence_penalty", "frequency_penalty", "repetition_penalty"]
+    assert labels == [*flags[:-1], *penalties, "--set", "--json", "--regex", "--choice"]
     kinds = {control["name"]: control["kind"] for control in controls()}
     assert (kinds["temperature"], kinds["top_k"], kinds["presence_penalty"], kinds["stop"], kinds["set"]) == (
         "number",
@@ -85,6 +86,9 @@ def test_every_quantity_has_a_slider_whose_ends_and_start_a_line_takes() -> None
         "seed",
         "stop",
         "set",
+        "json",
+        "regex",
+        "choice",
     ]
     for name, slider in sliders.items():
         assert slider["low"] <= slider["start"] <= slider["high"]
@@ -112,7 +116,7 @@ def test_a_new_flag_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         parser.add_argument("--colour", help="the colour")
 
     monkeypatch.setattr(module, "add_sampling_flags", declare)
-    assert controls()[-1] == {"name": "colour", "flag": "--colour", "help": "the colour", "kind": "text"}
+    assert {"name": "colour", "flag": "--colour", "help": "the colour", "kind": "text"} in controls()
 
 
 async def test_both_sides_answer_and_are_runs(played: Played, engine: FakeClient) -> None:
@@ -170,6 +174,8 @@ def test_what_is_not_possible_is_told_where_it_was_asked(played: Played, engine:
     assert widget.of("notice")[-1]["error"]
     playground.receive({"kind": "read", "text": "user:\n"})
     assert widget.of("read")[-1]["error"]
+    playground.receive({"kind": "run", "side": 0, "state": state(regex="a+", choice="yes,no")})
+    assert "not allowed with" in widget.of("side")[-1]["error"]
     assert engine.requests == []
     with pytest.raises(msgspec.ValidationError):
         playground.receive({"kind": "other"})
@@ -246,6 +252,54 @@ def test_a_side_is_a_script(played: Played, monkeypatch: pytest.MonkeyPatch) -> 
     assert prompts == ["Once upon"]
 
 
+async def test_the_form_of_an_answer_is_a_setting_like_any_other(
+    played: Played, shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    playground, widget = played
+    monkeypatch.setattr(shell, "set_next_input", lambda _: None)
+    shell.user_ns["City"] = {"type": "object"}
+    for settings in ({"json": "City"}, {"choice": "yes, no"}):
+        for kind in ("run", "cell", "python"):
+            playground.receive({"kind": kind, "side": 0, "state": state("Is it?", **settings)})
+        await until(lambda: not widget.of("side")[-1]["running"])
+    asked = [params.structured_outputs for _, params in engine.requests]
+    assert asked == [
+        StructuredOutputsParams(json={"type": "object"}),
+        StructuredOutputsParams(choice=["yes", "no"]),
+    ]
+    cells = [frame["text"] for frame in widget.of("code") if frame["what"] == "cell"]
+    assert cells == ["%%generate --json=City\nIs it?", "%%generate '--choice=yes, no'\nIs it?"]
+    for frame, constraint in zip([f for f in widget.of("code") if f["what"] == "python"], asked, strict=True):
+        given: dict[str, Any] = {}
+        exec(frame["text"].partition("with LLM")[0], given)  # noqa: S102 (the script is what is tested)
+        assert given["params"].structured_outputs == constraint
+
+
+async def test_examples_are_shown_edited_asked_and_kept(
+    played: Played, shell: InteractiveShell, engine: FakeClient
+) -> None:
+    playground, widget = played
+    shell.user_ns["shots"] = [{"thing": "a {crow}", "answer": "a bird"}]
+    shell.run_cell("%%prompt owl --examples shots\nWhat is {thing}?\n").raise_error()
+    magics: Any = shell.magics_manager.registry["PlaygroundMagics"]
+    begun = magics._state(("owl", None))
+    assert begun["examples"] == [{"question": "What is a {crow}?", "answer": "a bird"}]
+    begun["examples"] += [{"question": "A cod?", "answer": "a fish"}, {"question": "", "answer": ""}]
+    begun["values"] = {"thing": "an owl"}
+    playground.receive({"kind": "run", "side": 0, "state": begun})
+    await until(lambda: not widget.of("side")[-1]["running"])
+    assert [message["content"] for message in nbengine.runs().rows()[-1]["messages"]] == [
+        "What is a {crow}?",
+        "a bird",
+        "A cod?",
+        "a fish",
+        "What is an owl?",
+    ]
+    playground.receive({"kind": "keep", "state": begun})
+    kept = nbengine.prompts()["owl"]
+    assert (kept.version, [each.answer for each in kept.examples]) == (2, ["a bird", "a fish"])
+
+
 def test_a_prompt_is_kept_under_its_name(played: Played) -> None:
     playground, widget = played
     playground.receive({"kind": "keep", "state": state(name="owl")})
@@ -253,13 +307,10 @@ def test_a_prompt_is_kept_under_its_name(played: Played) -> None:
     assert nbengine.prompts()["owl"].source == TEXT
 
 
-def test_a_terminal_and_a_prompt_with_examples_are_refused(
-    shell: InteractiveShell, engine: FakeClient
-) -> None:
+def test_a_terminal_and_a_raw_prompt_are_refused(shell: InteractiveShell, engine: FakeClient) -> None:
     with pytest.raises(UsageError, match="a terminal shows none"):
         shell.run_cell("%playground").raise_error()
-    shell.user_ns["shots"] = [{"x": "1", "answer": "2"}]
-    shell.run_cell("%%prompt a --examples shots\n{x}\n").raise_error()
+    shell.run_cell("%%prompt a --raw\n{x}\n").raise_error()
     with pytest.raises(UsageError, match="which the editor cannot"):
         shell.run_cell("%playground a").raise_error()
     with pytest.raises(UsageError, match=r"none is kept yet|lists them"):

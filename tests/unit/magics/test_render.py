@@ -56,7 +56,7 @@ def test_counts_are_put_into_words() -> None:
 def test_tables_align_in_text_and_escape_in_html() -> None:
     plain, html = table([["a", "<b>"], ["long", "c"]], ["X", "Y"])
     assert plain == "X     Y\na     <b>\nlong  c"
-    assert "<th>X</th>" in html
+    assert '<th style="text-align:left">X</th>' in html
     assert "&lt;b&gt;" in html
 
 

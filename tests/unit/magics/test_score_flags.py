@@ -132,6 +132,7 @@ def test_an_element_itself_and_without_each_a_variable_may_be_expected() -> None
             "in the row with row 0, the expected value must be a dict of fields",
         ),
         ("--judge ' '", "--judge: the prompt is empty"),
+        ("--judge-engine B", "--judge-engine says which model judges, and there is no --judge"),
         ("--pairwise", "--pairwise says how --judge judges, and there is no --judge"),
         ("--judge rule --pairwise", "--pairwise compares settings: it needs several values of a flag"),
         (

@@ -73,6 +73,26 @@ def test_each_answer_is_graded_by_its_own_engine_with_a_grammar(
     assert [answer.result.prompt for answer in ongoing.answers.newest_first()] == ["Count", "Count"]
 
 
+def test_another_engine_judges_as_its_model_wants_to_be_asked(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend
+) -> None:
+    shell.run_cell("%engine start random-tiny --name B").raise_error()
+    other = backend.clients["B"]
+    engine.turns, other.turns = [["one"], ["two"]], [["2"], ["5"]]
+    line = "--engine random-tiny --raw -t 0 --seed 1,2 --judge 'Is it short?' --judge-engine B -o grid"
+    shell.run_cell(f"%%generate {line}\nCount\n").raise_error()
+    assert [(row["text"], row["judge"]) for row in shell.user_ns["grid"].rows()] == [("one", 2), ("two", 5)]
+    assert [prompt for prompt, _ in engine.requests] == ["Count", "Count"]
+    prompts = [prompt["prompt"] for prompt, _ in other.requests]
+    assert prompts == [
+        f"<user>Is it short?\n\nThe prompt:\nCount\n\nThe answer:\n{text}{SCALE}" for text in ("one", "two")
+    ]
+    # Nothing is sent where there is no such engine.
+    unknown = shell.run_cell(f"%%generate {line.replace('-engine B', '-engine C')}\nCount\n")
+    assert "C" in str(unknown.error_in_exec)
+    assert len(engine.requests) == 2
+
+
 def test_a_judge_that_fails_or_rambles_is_the_error_of_its_answer(
     shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,17 @@ def test_tokens_gaps_and_peaks_of_slices_are_those_of_the_rows(
             assert part.is_gap
 
 
+def test_the_slices_of_all_engine_cores_are_equally_long_and_have_what_prompts_took() -> None:
+    found = {"prompt_tokens": 40, "prefix_cache_queries": 40, "prefix_cache_hits": 10}
+    kept = [row(100, 20, ttft_p99=0.5, **found), row(100, seconds=10, rank=1)]
+    trends = Trends(MetricsHistory(kept, 0, 110.0))
+    busy, resting = (trends.of_rank(rank, 5) for rank in trends.ranks)
+    assert [part.time for part in busy] == [part.time for part in resting]
+    assert (busy[0].prompt_tokens_per_second, busy[0].ttft_p99) == (20.0, 0.5)
+    assert (busy[0].prefix_cache_queries, busy[0].prefix_cache_hits) == (40.0, 10.0)
+    assert busy[1].prompt_tokens_per_second == resting[0].prefix_cache_queries == 0.0
+
+
 def test_a_gap_is_marked_in_every_form_and_rest_is_not() -> None:
     kept = [row(100, 50, ttft_p95=0.25, ttft_p50=0.125), row(120, 50, known=False), row(150, 50)]
     plain, html = history_bundle("e", MetricsHistory(kept, 0, 160.0))

@@ -13,9 +13,12 @@ const RANGES = [
   ["day", "The last day, which the engine's host has kept, also when nobody watched"],
 ];
 
+const KEPT_TITLE = "As the engine's host has kept them: means of rates, and the highest of percentiles and of the cache's use";
+
 const kvUse = (figures) => (figures.num_blocks ? figures.used_blocks / figures.num_blocks : null);
 
 // [label, title, value of the figures, its unit, the number whose course is drawn, the line below]
+// Figures that the engine's host has kept are of some `seconds`.
 const TILES = [
   [
     "tokens in",
@@ -23,6 +26,7 @@ const TILES = [
     (f) => perSecond(f.tokens_in_per_second),
     () => "/s",
     (f) => f.tokens_in_per_second,
+    (f) => (f.seconds ? "cached ones, too" : ""),
   ],
   ["tokens out", "Tokens generated in a second", (f) => perSecond(f.tokens_out_per_second), () => "/s", (f) => f.tokens_out_per_second],
   [
@@ -41,13 +45,21 @@ const TILES = [
     (f) => f.inter_token_latency,
     (f) => tail(f.inter_token_p95, f.inter_token_p99),
   ],
-  ["memory", "Memory of all workers together", (f) => bytes(f.memory_bytes), () => "", (f) => f.memory_bytes],
+  [
+    "memory",
+    "Memory of all workers together",
+    (f) => bytes(f.memory_bytes),
+    () => "",
+    (f) => f.memory_bytes,
+    (f) => (f.seconds ? "not kept" : ""),
+  ],
   [
     "KV blocks in use",
     "Share of the blocks that requests hold",
     (f) => share(f.used_blocks, f.num_blocks),
     (f) => ` of ${integer(f.num_blocks)}`,
     kvUse,
+    (f) => (f.seconds ? "at most" : ""),
   ],
   [
     "prefix hits",
@@ -55,6 +67,7 @@ const TILES = [
     (f) => share(f.hits, f.queries),
     () => "",
     (f) => (f.queries ? f.hits / f.queries : null),
+    (f) => (f.seconds ? `in ${duration(f.seconds)}` : ""),
   ],
 ];
 
@@ -73,14 +86,15 @@ class Tile {
     this.node = element("div", { class: "nbe-tile", role: "listitem", title }, name, this.value, this.below, this.course.stage);
   }
 
-  draw(figures, time) {
+  // `course` lists [time, whether nothing is known before it, figures] up to the time.
+  draw(figures, course, time) {
     const { value, unit, below } = this.read;
     this.set(value(figures), unit(figures));
     const tails = below ? below(figures) : "";
     setText(this.below, tails);
     // A narrow tile cuts it off.
     setAttribute(this.below, "title", tails);
-    this.drawCourse(time);
+    this.drawCourse(course, time);
   }
 
   set(value, unit) {
@@ -91,43 +105,30 @@ class Tile {
     if (unit && value !== NOTHING) node.append(element("small", {}, unit));
   }
 
-  // Draw the last minutes up to a time, from what was published.
-  drawCourse(time) {
+  drawCourse(course, time) {
     this.course.fit();
     const context = this.course.clear();
     const { width, height } = this.course;
-    const { samples } = this.app.store;
-    const { ring } = samples;
-    if (!width || ring.end === ring.begin || time === null) return;
-    const first = Math.max(ring.begin, ring.search("time", time - TREND_SECONDS));
-    const last = samples.before(time);
-    if (last === null || last <= first) return;
-    const values = [];
-    for (let id = first; id <= last; id += 1) values.push(this.numberAt(ring, ring.slot(id)));
+    if (!width || course.length < 2) return;
+    const values = course.map(([, , figures]) => this.read.number(figures) ?? NaN);
     const most = Math.max(...values.filter(Number.isFinite), 1e-12);
-    const begin = Math.max(time - TREND_SECONDS, ring.time[ring.slot(first)]);
+    const begin = course[0][0];
     context.strokeStyle = this.app.theme.accent;
     context.lineWidth = 1.2;
     context.beginPath();
     let isDrawn = false;
-    values.forEach((value, index) => {
-      if (!Number.isFinite(value)) {
+    course.forEach(([at, isGap], index) => {
+      if (!Number.isFinite(values[index])) {
         isDrawn = false;
         return;
       }
-      const slot = ring.slot(first + index);
-      const x = ((ring.time[slot] - begin) / Math.max(1e-9, time - begin)) * (width - 2) + 1;
-      const y = height - 1.5 - (value / most) * (height - 3);
-      if (isDrawn && !ring.gap[slot]) context.lineTo(x, y);
+      const x = ((at - begin) / Math.max(1e-9, time - begin)) * (width - 2) + 1;
+      const y = height - 1.5 - (values[index] / most) * (height - 3);
+      if (isDrawn && !isGap) context.lineTo(x, y);
       else context.moveTo(x, y);
       isDrawn = true;
     });
     context.stroke();
-  }
-
-  numberAt(ring, slot) {
-    const figures = new Proxy(ring, { get: (columns, name) => columns[name][slot] });
-    return this.read.number(figures) ?? NaN;
   }
 }
 
@@ -144,12 +145,13 @@ export class Header {
     this.moment = element("span", { class: "nbe-moment" });
     this.ranges = new Map(RANGES.map(([name, title]) => [name, button(title, name, () => app.trends.choose(name))]));
     const ranges = element("span", { class: "nbe-ranges", role: "group", "aria-label": "Time that is shown" }, ...this.ranges.values());
+    const actions = element("span", { class: "nbe-actions" }, ranges, app.popout.button);
     this.banner = element("div", { class: "nbe-banner", role: "note" });
     this.tiles = TILES.map((tile) => new Tile(app, this, tile));
     this.node = element(
       "header",
       { class: "nbe-header" },
-      element("div", { class: "nbe-title" }, this.state, this.goOn, this.name, this.model, this.topology, this.moment, ranges, app.popout.button),
+      element("div", { class: "nbe-title" }, this.state, this.goOn, this.name, this.model, this.topology, this.moment, actions),
       app.popout.said,
       element("div", { class: "nbe-tiles", role: "list" }, ...this.tiles.map((tile) => tile.node)),
       this.banner,
@@ -172,15 +174,24 @@ export class Header {
     this.drawGoOn(engine);
     for (const [name, node] of this.ranges) setAttribute(node, "aria-pressed", this.app.trends.range === name);
     const { time } = view;
-    const past = time === null ? null : store.samples.at(time);
-    for (const tile of this.tiles) tile.draw(past ?? store.figures, past ? time : store.time);
+    const past = time === null ? null : this.pastAt(time);
+    const until = past ? time : store.time;
+    const course = past?.seconds ? this.app.trends.kept.course(until) : store.samples.course(until - TREND_SECONDS, until);
+    for (const tile of this.tiles) tile.draw(past ?? store.figures, course, until);
     this.drawMoment(time, past);
     this.drawBanner(engine);
   }
 
+  // Return the figures of a time, as they were seen here or else as the engine's host has kept them; null where none are known.
+  pastAt(time) {
+    return this.app.store.samples.at(time) ?? this.app.trends.kept?.at(time) ?? null;
+  }
+
   // Say which time the figures are of.
   drawMoment(time, past) {
-    setText(this.moment, time === null ? "" : past ? `as of ${clock(time, 1)}` : "figures: live");
+    const known = past?.seconds ? `as of ${clock(past.since, 0)}, over ${duration(past.seconds)}` : `as of ${clock(time, 1)}`;
+    setText(this.moment, time === null ? "" : past ? known : "figures: live");
+    setAttribute(this.moment, "title", past?.seconds ? KEPT_TITLE : "");
     this.moment.classList.toggle("nbe-live", time !== null && !past);
     this.moment.hidden = time === null;
   }

@@ -186,7 +186,7 @@ export class Occupancy {
     const [from, to] = view.window;
     const place = from + ((x - COURSE_LEFT) / this.columns) * (to - from);
     const ordinal = view.ordinalAt(place);
-    const time = place >= view.begin && place <= view.end ? view.timeAt(place) : null;
+    const time = place >= view.first && place <= view.end ? view.timeAt(place) : null;
     if (ordinal === null) return { time, lines: null };
     const { num_blocks: blocks } = view.current.info;
     const held = blocks - view.history.at("free", ordinal);

@@ -54,10 +54,18 @@ export class Past {
     }
   }
 
+  knowsBlocks(time) {
+    return isKnown(this.blocks, this.blocksSince, time);
+  }
+
+  knowsRequests(time) {
+    return isKnown(this.requests, this.requestsSince, time);
+  }
+
   // Return the blocks at a time, made from those of now; null where they are not known.
   blocksAt(time, now) {
     const { blocks } = this;
-    if (!isKnown(blocks, this.blocksSince, time)) return null;
+    if (!this.knowsBlocks(time)) return null;
     const result = now.slice();
     for (let id = blocks.end - 1; id >= blocks.begin; id -= 1) {
       const slot = blocks.slot(id);
@@ -70,7 +78,7 @@ export class Past {
   // Return the requests at a time by number, made from those of now; null where they are not known.
   requestsAt(time, now) {
     const { requests, wholes } = this;
-    if (!isKnown(requests, this.requestsSince, time)) return null;
+    if (!this.knowsRequests(time)) return null;
     const result = new Map(now);
     for (let id = requests.end - 1; id >= requests.begin; id -= 1) {
       const slot = requests.slot(id);

@@ -24,6 +24,8 @@ class Bar {
       if (this.parts[index].style.width !== width) this.parts[index].style.width = width;
     });
     setText(this.text, text);
+    // A narrow column cuts it off.
+    setAttribute(this.node, "title", text);
     setAttribute(this.node, "aria-valuemin", 0);
     setAttribute(this.node, "aria-valuemax", most);
     setAttribute(this.node, "aria-valuenow", Math.min(most, first + second));

@@ -50,8 +50,23 @@ export class Samples {
     const { ring } = this;
     const id = this.before(time);
     if (id === null) return null;
+    const isUnknown = id + 1 < ring.end && ring.gap[ring.slot(id + 1)] && time > ring.time[ring.slot(id)];
+    if (isUnknown) return null;
     const slot = ring.slot(id);
     return Object.fromEntries(FIGURES.map((name) => [name, Number.isNaN(ring[name][slot]) ? null : ring[name][slot]]));
+  }
+
+  // List [time, whether nothing is known before it, figures] between two times; what is not known of a figure is NaN.
+  course(from, to) {
+    const { ring } = this;
+    const last = this.before(to);
+    const points = [];
+    if (last === null) return points;
+    for (let id = Math.max(ring.begin, ring.search("time", from)); id <= last; id += 1) {
+      const slot = ring.slot(id);
+      points.push([ring.time[slot], Boolean(ring.gap[slot]), new Proxy(ring, { get: (columns, name) => columns[name]?.[slot] })]);
+    }
+    return points;
   }
 
   before(time) {

@@ -62,7 +62,7 @@ class Chart {
     const [from, to] = view.window;
     const place = from + ((x - LEFT) / this.columns()) * (to - from);
     const ordinal = view.ordinalAt(place);
-    const isKnown = place >= view.begin && place <= view.end;
+    const isKnown = place >= view.first && place <= view.end;
     return { time: isKnown ? view.timeAt(place) : null, lines: ordinal === null ? null : stepLines(view.history, ordinal) };
   }
 
@@ -250,7 +250,7 @@ export class Scheduler {
     if (!current) return "";
     if (time !== null) {
       const last = history.ordinalAt(time) - 1;
-      if (last < history.begin) return "";
+      if (last < history.begin) return view.hasSteps(time) ? "" : "not kept";
       return `${integer(history.at("running", last))} running · ${integer(history.at("waiting", last))} waiting`;
     }
     const { num_running: running, num_waiting: waiting, num_preemptions: preemptions } = current.info;

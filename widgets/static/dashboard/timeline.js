@@ -12,6 +12,7 @@ import { clamp } from "./view.js";
 
 const HELP = "Arrow keys move the cursor, page keys by a window, home and end to the ends, plus and minus zoom, space pauses.";
 const EXPORT_MS = 3000;
+const NO_STEPS = "the steps of this time are not kept";
 
 export class Timeline {
   constructor(app) {
@@ -91,7 +92,7 @@ export class Timeline {
     const { view } = this.app;
     const value = Number(this.slider.value);
     if (value >= (view.history?.end ?? 0)) view.goLive();
-    else view.moveToStep(Math.max(value - 1, view.history.begin));
+    else view.scrubTo(view.lastOf(Math.max(value - 1, view.history.begin)));
   }
 
   export() {
@@ -129,7 +130,7 @@ export class Timeline {
     if (!held || (Math.abs(event.clientX - held.x) <= 2 && Math.abs(event.clientY - held.y) <= 2)) return;
     this.pointer.hush();
     this.rows.scroll(held.offset - (event.clientY - held.y));
-    view.moveTo(held.right - (event.clientX - held.x) / view.scale);
+    view.scrubTo(held.right - (event.clientX - held.x) / view.scale);
   }
 
   pointed(x, y) {
@@ -137,7 +138,7 @@ export class Timeline {
     if (!view.history || x < GUTTER) return { time: null, lines: null };
     const place = view.window[0] + (x - GUTTER) / view.scale;
     const ordinal = view.ordinalAt(place);
-    const isKnown = place >= view.begin && place <= view.end;
+    const isKnown = place >= view.first && place <= view.end;
     return {
       time: isKnown ? view.timeAt(place) : null,
       lines: ordinal === null ? (isKnown ? this.idleLines(place) : null) : this.lines(ordinal, this.rows.at(y)),
@@ -147,6 +148,7 @@ export class Timeline {
   // Say what is known of a time in which no step ran.
   idleLines(time) {
     const { history } = this.app.view;
+    if (!this.app.view.hasSteps(time)) return [clock(time), NO_STEPS];
     const next = history.ordinalAt(time);
     const isLost = next < history.end && history.at("gap", next);
     return [clock(time), isLost ? "nothing is known: steps were lost" : "no step ran"];
@@ -295,12 +297,12 @@ export class Timeline {
     new Painter(context, view, this.rows, this.surface, theme).paint();
     this.drawCross();
     this.pointer.tell();
-    if (history.end === history.begin) {
-      context.fillStyle = theme.muted;
-      context.font = `12px ${theme.font}`;
-      context.textAlign = "center";
-      context.fillText(store.engine ? "no steps yet" : "", width / 2, height / 2);
-    }
+    const isEmpty = history.end === history.begin;
+    const word = view.window[1] <= view.begin && view.first < view.begin ? NO_STEPS : isEmpty && store.engine ? "no steps yet" : "";
+    context.fillStyle = theme.muted;
+    context.font = `12px ${theme.font}`;
+    context.textAlign = "center";
+    context.fillText(word, width / 2, height / 2);
   }
 
   drawTools(history) {
@@ -321,7 +323,8 @@ export class Timeline {
     const value = String(view.isLive ? Math.max(end, begin + 1) : shown);
     if (this.slider.value !== value) this.slider.value = value;
     let text = "";
-    if (history && end > begin) {
+    if (view.time !== null && !view.hasSteps(view.time)) text = `no steps of ${clock(view.time, 1)}`;
+    else if (history && end > begin) {
       const last = clamp(shown - 1, begin, end - 1);
       text = `step ${integer(history.at("step", last))} · ${clock(history.at("time", last), 1)}`;
     }

@@ -252,21 +252,25 @@ export class Painter {
     context.lineWidth = 1;
   }
 
-  // Draw a dashed line where steps were lost, and shade the time of which nothing is known.
+  shade(left, right) {
+    const { context } = this;
+    context.globalAlpha = 0.14;
+    context.fillStyle = this.theme.text;
+    context.fillRect(left, AXIS, right - left, this.height - AXIS);
+    context.globalAlpha = 1;
+  }
+
+  // Draw a dashed line where steps were lost, and shade the time whose steps are not known.
   gaps() {
-    const { context, history } = this;
+    const { context, history, view } = this;
+    if (view.first < view.begin) this.shade(this.place(view.first), this.place(view.begin));
     context.strokeStyle = this.theme.text;
     context.setLineDash([2, 3]);
     for (let ordinal = this.first; ordinal < this.end; ordinal += 1) {
       if (!history.at("gap", ordinal)) continue;
       const x = Math.round(this.x(ordinal)) + 0.5;
-      if (this.view.isTime) {
-        const before = ordinal > this.history.begin ? this.xEnd(ordinal - 1) : GUTTER;
-        context.globalAlpha = 0.14;
-        context.fillStyle = this.theme.text;
-        context.fillRect(before, AXIS, x - before, this.height - AXIS);
-        context.globalAlpha = 1;
-      }
+      if (view.isTime && ordinal > history.begin) this.shade(this.xEnd(ordinal - 1), x);
+      else if (view.isTime && view.first === view.begin) this.shade(GUTTER, x);
       context.beginPath();
       context.moveTo(x, AXIS);
       context.lineTo(x, this.height);

@@ -1,17 +1,20 @@
 // The last hour or day of an engine, which its host has kept: charts of each figure over time.
 
 import { clockTicks, AXIS } from "./axis.js";
-import { element, legend, panel, setAttribute, setText } from "./dom.js";
+import { button, element, legend, panel, setAttribute, setText } from "./dom.js";
 import { clock, duration, integer, perSecond, share } from "./format.js";
+import { Kept } from "./kept.js";
 import { KeyCursor, Pointer } from "./pointer.js";
 import { Surface } from "./surface.js";
+import { clamp } from "./view.js";
 
 const LASTS = { hour: "1h", day: "1d" };
 const AGAIN_MS = { hour: 15_000, day: 120_000 };
 const TREND_LEFT = 52;
 const TREND_TOP = 6;
 
-// [title, [[column, role, name], …] drawn one upon the other, the last in front, how a value is written]
+// [title, [[column, role, name], …], how a value is written, whether the curves are stacked, the last one lowest]: else the
+// last one is in front.
 const TREND_CHARTS = [
   ["tokens/s", [["tokens_per_second", "decode", "generated"]], perSecond],
   [
@@ -21,6 +24,7 @@ const TREND_CHARTS = [
       ["running", "running", "running"],
     ],
     integer,
+    true,
   ],
   [
     "first token",
@@ -41,20 +45,39 @@ const TREND_CHARTS = [
   ["KV cache in use", [["kv_usage", "running", "most"]], (value) => share(value, 1)],
   ["preemptions", [["preemptions", "preempted", "preempted"]], integer],
 ];
-const TREND_KEYS = "Arrow keys move the cursor, Enter goes to the steps of its time.";
+const TREND_KEYS = "Arrow keys move the cursor, Enter goes to its time.";
+const SCRUB_HINT = "Press or drag on a chart, or move the slider: everything goes to that time.";
 const MARKS = { p95: "p95", p50: "p50", generated: "decode", waiting: "waiting", running: "running", most: "running", preempted: "preempted" };
 
 class TrendChart {
-  constructor(trends, [title, curves, write]) {
-    Object.assign(this, { app: trends.app, trends, title, curves, write });
+  constructor(trends, [title, curves, write, isStacked = false]) {
+    Object.assign(this, { app: trends.app, trends, title, curves, write, isStacked });
     const attributes = { tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-label": `${title}. ${TREND_KEYS}` };
     this.surface = new Surface(trends.app.page, attributes, () => trends.app.loop.invalidate(trends));
     this.pointer = new Pointer(trends.app, this.surface, (x) => this.pointed(x));
-    const goTo = (x) => trends.goTo(this.timeAt(x));
-    this.cursor = new KeyCursor(this.pointer, () => this.places(), goTo);
-    this.surface.canvas.addEventListener("click", (event) => goTo(this.surface.place(event)[0]));
+    this.cursor = new KeyCursor(this.pointer, () => this.places(), (x) => this.goTo(x));
+    this.listen();
     const marks = curves.length > 1 ? [legend(...[...curves].reverse().map(([, , name]) => [MARKS[name], name]))] : [];
     this.node = element("div", { class: "nbe-trend-chart" }, element("h4", {}, title), ...marks, this.surface.stage);
+  }
+
+  // A press goes to the time that is there, and so does the pointer as long as it is down.
+  listen() {
+    const { canvas } = this.surface;
+    let isDown = false;
+    canvas.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      isDown = true;
+      canvas.setPointerCapture(event.pointerId);
+      this.goTo(this.surface.place(event)[0]);
+    });
+    canvas.addEventListener("pointermove", (event) => isDown && this.goTo(this.surface.place(event)[0]));
+    for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => (isDown = false));
+  }
+
+  goTo(x) {
+    if (!this.trends.shown) return;
+    this.trends.goTo(clamp(this.timeAt(x), ...this.window));
   }
 
   get window() {
@@ -97,9 +120,10 @@ class TrendChart {
     return { time, lines };
   }
 
+  // The crosshair is where the pointer is, or else at the moment that everything shows.
   drawCross() {
-    const { cross } = this.app;
-    this.surface.cross(cross === null || !this.trends.shown ? null : this.x(cross), TREND_LEFT);
+    const time = this.app.cross ?? this.app.view.time;
+    this.surface.cross(time === null || !this.trends.shown ? null : this.x(time), TREND_LEFT);
   }
 
   draw() {
@@ -111,7 +135,7 @@ class TrendChart {
     const { theme } = this.app;
     clockTicks(context, theme, { width, height }, this.window, (time) => this.x(time), TREND_LEFT);
     const others = this.trends.answer.ranks.filter((other) => other !== rank);
-    const most = Math.max(...[rank, ...others].flatMap((each) => this.curves.flatMap(([column]) => each[column])), 0) || 1;
+    const most = Math.max(...[rank, ...others].flatMap((each) => this.curves.flatMap((_, at) => this.tops(each, at))), 0) || 1;
     const bottom = height - 2;
     const y = (value) => bottom - (value / most) * (bottom - AXIS - TREND_TOP);
     context.textAlign = "right";
@@ -122,7 +146,7 @@ class TrendChart {
     context.fillRect(TREND_LEFT, Math.round(y(most)), width - TREND_LEFT, 1);
     context.fillRect(TREND_LEFT, bottom, width - TREND_LEFT, 1);
     this.gaps(context, rank);
-    for (const [column, role] of this.curves) this.bars(context, rank, column, theme.roles[role], y, bottom);
+    this.curves.forEach(([, role], at) => this.bars(context, this.tops(rank, at), theme.roles[role], y, bottom));
     for (const other of others) this.line(context, other, this.curves[this.curves.length - 1][0], y);
     this.drawCross();
     this.pointer.tell();
@@ -145,10 +169,18 @@ class TrendChart {
     context.globalAlpha = 1;
   }
 
-  bars(context, rank, column, fill, y, bottom) {
+  // Return where the bars of a curve end: those of a stacked one stand upon the curves below.
+  tops(rank, at) {
+    const values = rank[this.curves[at][0]];
+    if (!this.isStacked || at + 1 === this.curves.length) return values;
+    const below = this.tops(rank, at + 1);
+    return values.map((value, slice) => (value ? value + below[slice] : value));
+  }
+
+  bars(context, values, fill, y, bottom) {
     context.fillStyle = fill;
-    const width = this.columns / rank.gap.length;
-    rank[column].forEach((value, at) => {
+    const width = this.columns / values.length;
+    values.forEach((value, at) => {
       if (!value) return;
       const top = Math.min(y(value), bottom - 1);
       context.fillRect(TREND_LEFT + at * width, top, Math.max(1, width - (width > 3 ? 1 : 0)), bottom - top);
@@ -181,14 +213,21 @@ export class Trends {
     this.app = app;
     this.range = "now";
     this.answer = null; // the newest of the chosen time
-    this.missed = ""; // said of a time whose steps are not kept
+    this.kept = null; // its figures, as the tiles show them
+    this.error = null; // why there is no newer answer
     this.stopTimer = null; // while it is going to ask again
     this.said = element("p", { class: "nbe-muted nbe-empty", role: "status" });
     this.live = element("span", { class: "nbe-now" });
+    this.nowButton = button("Show what is now", "▶ Now", () => app.view.goLive());
+    const names = { type: "range", min: "0", max: "1", step: "1", class: "nbe-scrubber", "aria-label": "Time of the history" };
+    this.slider = element("input", names);
+    this.slider.addEventListener("input", () => this.slide());
+    this.moment = element("p", { class: "nbe-muted nbe-shown" });
+    this.tools = element("div", {}, element("div", { class: "nbe-tools" }, this.nowButton, this.slider), this.moment);
     const { node, body } = panel("trends", "History", this.live);
     this.charts = TREND_CHARTS.map((chart) => new TrendChart(this, chart));
     this.grid = element("div", { class: "nbe-trend-grid" }, ...this.charts.map((chart) => chart.node));
-    body.append(this.said, this.grid);
+    body.append(this.said, this.tools, this.grid);
     this.node = node;
     this.node.hidden = true;
   }
@@ -202,11 +241,13 @@ export class Trends {
     if (range === this.range) return;
     this.range = range;
     this.answer = null;
-    this.missed = "";
+    this.kept = null;
+    this.error = null;
     this.stopTimer?.();
-    if (range !== "now") this.ask();
+    if (range === "now") this.app.view.reachBackTo(null);
+    else this.ask();
     this.app.announcer.say(range === "now" ? "now" : `the last ${range}`);
-    this.app.loop.invalidate(this, this.app.header);
+    this.app.loop.invalidate(...this.app.parts);
   }
 
   ask() {
@@ -223,19 +264,49 @@ export class Trends {
 
   take(answer) {
     if (answer.last !== LASTS[this.range]) return;
+    this.error = answer.error;
     // An engine that has ended keeps no history: what came before stays.
     if (answer.error === null || this.answer === null) this.answer = answer;
-    this.error = answer.error;
-    this.app.loop.invalidate(this);
+    if (answer.error === null) {
+      this.kept = new Kept(answer, (rank) => this.app.store.ranks.get(rank)?.info.num_blocks ?? NaN);
+      this.app.view.reachBackTo(answer.begin);
+    }
+    this.app.loop.invalidate(this, this.app.header);
   }
 
-  // Show the steps at a time, where they are known; where they are not, say so.
+  // Let everything show a time, as far as it is kept, and say what is not.
   goTo(time) {
-    const { view } = this.app;
-    const isKept = view.history?.end > view.history?.begin && time >= view.history.at("time", view.history.begin);
-    this.missed = isKept ? "" : `The steps of ${clock(time, 0)} are not kept.`;
-    if (isKept) view.moveToStep(Math.max(view.history.begin, view.history.ordinalAt(time) - 1));
-    this.app.loop.invalidate(this);
+    this.app.view.moveToTime(time);
+    this.app.announcer.say(this.words());
+  }
+
+  slide() {
+    const value = Number(this.slider.value);
+    if (value >= Number(this.slider.max)) this.app.view.goLive();
+    else this.app.view.moveToTime(this.answer.begin + value);
+  }
+
+  // Return what is not kept of the moment that is shown.
+  get missing() {
+    const { store, view } = this.app;
+    const { time } = view;
+    const ranks = [...store.ranks.values()];
+    const missing = [];
+    if (!this.app.header.pastAt(time)) missing.push("figures");
+    if (!view.hasSteps(time)) missing.push("steps");
+    if (view.current?.blocks.length && !view.current.past.knowsBlocks(time)) missing.push("blocks");
+    if (!ranks.every((rank) => rank.past.knowsRequests(time))) missing.push("requests");
+    return missing;
+  }
+
+  // Say which moment is shown.
+  words() {
+    const { time } = this.app.view;
+    if (time === null) return SCRUB_HINT;
+    const { missing } = this;
+    const last = missing.pop();
+    const all = missing.length ? `${missing.join(", ")} and ${last}` : last;
+    return last ? `The ${all} of ${clock(time, 0)} are not kept.` : clock(time, 1);
   }
 
   drawCross() {
@@ -249,12 +320,26 @@ export class Trends {
     setAttribute(this.node, "aria-label", `The last ${this.range}`);
     const hasRows = Boolean(this.shown);
     this.grid.hidden = !hasRows;
-    const told = [this.error, this.missed].filter(Boolean).join(" — ");
-    setText(this.said, told || this.answer ? told : "asking the engine's host …");
+    this.tools.hidden = !hasRows;
+    setText(this.said, this.answer ? this.error ?? "" : this.error ?? "asking the engine's host …");
     this.said.hidden = !this.said.textContent;
     const rank = this.shown;
     const isOne = !rank || this.answer.ranks.length < 2;
     setText(this.live, isOne ? "" : `engine core ${rank.rank}, the others as lines`);
+    if (hasRows) this.drawTools();
     for (const chart of this.charts) chart.draw();
+  }
+
+  drawTools() {
+    const { begin, end } = this.answer;
+    const { time } = this.app.view;
+    const seconds = Math.max(1, Math.floor(end - begin));
+    const value = String(time === null ? seconds : Math.round(clamp(time - begin, 0, seconds)));
+    setAttribute(this.slider, "max", seconds);
+    if (this.slider.value !== value) this.slider.value = value;
+    const words = this.words();
+    setAttribute(this.slider, "aria-valuetext", time === null ? "now" : words);
+    setText(this.moment, words);
+    setAttribute(this.nowButton, "aria-disabled", time === null);
   }
 }

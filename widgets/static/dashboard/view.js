@@ -24,6 +24,7 @@ export class View {
     this.cursor = null; // the ordinal at the keyboard's cursor
     this.pausedTime = null; // the time at the right edge: ordinals begin again at 0 with each reset frame
     this.isSeeking = false; // the step at the right edge has not come yet
+    this.keptSince = null; // since when the figures are kept that are shown above the steps; null where none are
     this.stopKeeping = null;
     const kept = model.get("view") ?? {};
     if (kept.axis === "steps") this.axis = "steps";
@@ -66,6 +67,11 @@ export class View {
     if (!history) return 0;
     if (!this.isTime) return history.begin;
     return history.end > history.begin ? history.at("time", history.begin) : (this.store.time ?? 0);
+  }
+
+  // Return the first place that can be gone to: figures are kept of times whose steps are not.
+  get first() {
+    return this.isTime && this.keptSince !== null ? Math.min(this.begin, this.keptSince) : this.begin;
   }
 
   get end() {
@@ -138,6 +144,12 @@ export class View {
     return start + clamp(place - ordinal, 0, 1) * (history.until(ordinal) - start);
   }
 
+  // Return whether the steps of a time are kept, as far as any ran then.
+  hasSteps(time) {
+    const { history } = this;
+    return Boolean(history) && history.end > history.begin && time >= history.at("time", history.begin);
+  }
+
   // Return the time that everything shows; null while it is live.
   get time() {
     if (this.isLive) return null;
@@ -172,8 +184,8 @@ export class View {
   }
 
   limited(right) {
-    const { begin, end } = this;
-    return clamp(right, Math.min(end, begin + Math.min(this.span, this.isTime ? 0.001 : 1)), end);
+    const { first, end } = this;
+    return clamp(right, Math.min(end, first + Math.min(this.span, this.isTime ? 0.001 : 1)), end);
   }
 
   choose(rank) {
@@ -222,13 +234,35 @@ export class View {
     this.keep();
   }
 
+  // Go to a place with all that is shown: the keyboard's cursor, whose time would be shown, does not stay behind.
+  scrubTo(right) {
+    this.cursor = null;
+    this.moveTo(right);
+  }
+
   // Let a step be the last one in sight.
   moveToStep(ordinal) {
     this.moveTo(this.lastOf(ordinal));
   }
 
+  // Go to a time. One whose steps are not kept has a place on the axis of seconds alone.
+  moveToTime(time) {
+    if (!this.history) return;
+    if (!this.hasSteps(time)) this.axis = "time";
+    if (this.isTime) this.scrubTo(time);
+    else this.scrubTo(this.lastOf(Math.max(this.history.begin, this.history.ordinalAt(time) - 1)));
+  }
+
+  // Figures are shown that are kept since a time (null: none are). Where nothing is kept of the moment any more, it moves on.
+  reachBackTo(time) {
+    this.keptSince = time;
+    if (this.isLive || !this.history || this.hasSteps(this.pausedTime)) return;
+    if (time === null) this.goLive();
+    else this.moveToTime(Math.max(time, this.pausedTime));
+  }
+
   moveBy(places) {
-    this.moveTo(this.window[1] + places);
+    this.scrubTo(this.window[1] + places);
   }
 
   // Zoom so that the place at `share` of the width stays where it is.

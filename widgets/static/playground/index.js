@@ -1,6 +1,7 @@
 // The playground: a prompt with its variables, asked with two settings; widgets/playground/widget.py has the messages.
 import { send } from "../common/send.js";
 import { button, copy, element, keepKeys } from "./dom.js";
+import { Examples } from "./examples.js";
 import { Side } from "./side.js";
 
 const READ_MS = 200;
@@ -14,7 +15,7 @@ class View {
   constructor(model, el) {
     this.model = model;
     this.prefix = `nbp${++playgrounds}`;
-    this.state = structuredClone(model.get("state"));
+    this.state = { examples: [], ...structuredClone(model.get("state")) };
     this.timers = {};
     this.variables = [];
     this.build(el);
@@ -48,6 +49,7 @@ class View {
     });
     this.complaint = element("div", "nbp-error", { role: "alert" });
     this.fields = element("div", "nbp-variables");
+    this.examples = new Examples(this.state.examples, () => this.changed());
     this.notice = element("div", "nbp-notice", { role: "status" });
     this.code = element("div", "nbp-code");
     this.code.hidden = true;
@@ -62,7 +64,7 @@ class View {
       button("nbp-both", "▶ Run both", () => this.runBoth(), { title: "Ctrl+Enter" }),
     );
     const sides = element("div", "nbp-sides", {}, ...this.sides.map((side) => side.root));
-    this.root.append(head, this.editor, this.complaint, this.fields, this.notice, sides, this.code);
+    this.root.append(head, this.editor, this.complaint, this.fields, this.examples.root, this.notice, sides, this.code);
     el.append(this.root);
   }
 

@@ -102,6 +102,15 @@ def test_the_hosts_history_is_answered_and_so_is_why_there_is_none(
     assert (found["begin"], found["end"]) == (START, START + 25)
     (rank,) = found["ranks"]
     assert rank["seconds"] == 1.0
+    # What the script's tiles are made of.
+    tiles = {
+        "tokens_per_second",
+        "prompt_tokens_per_second",
+        "kv_usage",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+    }
+    assert tiles | {f"{name}_p{part}" for name in ("ttft", "itl") for part in (50, 95, 99)} <= rank.keys()
     assert rank["tokens_per_second"][:2] == [30, 0]
     assert rank["tokens_per_second"][20] == 10
     assert rank["ttft_p95"][20] == 0.5
