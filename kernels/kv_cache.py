@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 SCALE_BYTES = 4
+_NUMBERS_OF_A_PLACE = 256
 LEVELS = 127.0
 """The whole number that stands for the largest number of a head."""
 LEAST_LARGEST = 2.0**-100
@@ -28,8 +29,13 @@ def head_width(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def int8_head_width(head_dim: int) -> int:
-    """Return the `head_width` of an int8 cache, in bytes."""
-    return -(-head_dim // SCALE_BYTES) * SCALE_BYTES + SCALE_BYTES
+    """Return the `head_width` of an int8 cache, in bytes.
+
+    A head of 512 numbers has room for two scales, of which one is used. So it is exactly twice as wide as a head of 256,
+    and layers with heads of both sizes share blocks (Gemma 4).
+    """
+    numbers = -(-head_dim // SCALE_BYTES) * SCALE_BYTES
+    return numbers + -(-head_dim // _NUMBERS_OF_A_PLACE) * SCALE_BYTES
 
 
 def cache_shape(

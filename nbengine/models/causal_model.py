@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, runtime_checkable
 
 if TYPE_CHECKING:
@@ -89,6 +89,10 @@ class CausalModel(Protocol):
     @property
     def ignored_weights(self) -> frozenset[str]:
         """Return the tensors that a checkpoint may have and that the model does not use."""
+
+    @property
+    def tied_weights(self) -> Mapping[str, str]:
+        """Return the weights that are others in this model, with the names of those."""
 
     @property
     def weights_bytes(self) -> int:

@@ -4,11 +4,12 @@ here imports torch before it builds one."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from nbengine.errors import ModelLoadError, quoted
 from nbengine.models.checkpoints.tensor_names import TensorPart, plain_parts
-from nbengine.models.configs.decoder_config import DecoderConfig, LayerConfig
+from nbengine.models.configs.decoder_config import ACTIVATIONS, DecoderConfig, LayerConfig
 from nbengine.models.configs.hf_config import max_model_len_of, num_labels_of, number, positive, stated_rope
 from nbengine.models.configs.quantization_config import stored_quantization
 from nbengine.models.configs.rope_config import DEFAULT_THETA, rope_of, rotary_dim_of
@@ -88,7 +89,12 @@ class DecoderFamily:
             "num_labels": num_labels_of(hf),
             "quantization": stored_quantization(hf),
         }
-        return DecoderConfig(**{**settings, **self.variant(known)})
+        settings |= self.variant(known)
+        moe = settings.get("moe")
+        if moe is not None and moe.gated:
+            act = settings["hidden_act"]
+            settings["moe"] = replace(moe, hidden_act=ACTIVATIONS.get(act, act))
+        return DecoderConfig(**settings)
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - Llama has nothing to say
         """Return the entries of `DecoderConfig` in which the family differs from Llama; `hf` has the defaults."""
@@ -142,6 +148,11 @@ def layers_of(
     if not any(has_window):
         return ()
     return tuple(LayerConfig("window", window, **own) if each else LayerConfig() for each in has_window)
+
+
+def layers_alike(hf: Mapping[str, Any], window: int | None) -> tuple[LayerConfig, ...]:
+    """Return the layers of a model whose window, if it has one, is that of all layers, whatever `layer_types` says."""
+    return layers_of({**hf, "layer_types": None}, window)
 
 
 def window_of(hf: Mapping[str, Any], default: int | None = None) -> int | None:

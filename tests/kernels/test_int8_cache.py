@@ -28,6 +28,7 @@ SHAPES = [
     (3, 1, 40, 1),
     (2, 2, 64, 4),
     (6, 2, 6, 1),
+    (2, 1, 512, 16),
 ]
 LENS = {
     "decode": [(1, n) for n in (1, 15, 16, 17, 127, 128, 129, 300)],
@@ -200,6 +201,8 @@ def test_results_depend_neither_on_threads_nor_on_company(make_batch, make_shape
 def test_a_cache_takes_a_byte_a_number_and_one_scale_a_head():
     assert head_width(INT8, 64) == 68
     assert head_width(INT8, 6) == 12
+    # Twice as wide as a head of 256, with which it may share blocks.
+    assert head_width(INT8, 512) == 2 * head_width(INT8, 256) == 520
     assert head_width(torch.float16, 6) == 6
     assert cache_shape(INT8, 5, 3, 16, 64) == (2, 5, 3, 16, 68)
 

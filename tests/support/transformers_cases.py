@@ -27,7 +27,15 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2: one matrix for query, key and value, transposed": ("GPT2", {"num_key_value_heads": 4}),
     "GPT-BigCode: one key-value head": ("GPTBigCode", {"multi_query": True}),
     "StableLM: LayerNorm, partial rotation": ("StableLm", {}),
-    "Cohere: scaled logits, tied": ("Cohere", {"tie_word_embeddings": True, "logit_scale": 0.3}),
+    "Cohere 2: scaled logits, tied, only layers with a window turn": (
+        "Cohere2",
+        {
+            **WINDOW,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "Phi: biases, parallel blocks": ("Phi", {"num_key_value_heads": 4}),
     "Starcoder2: a window in all layers": ("Starcoder2", WINDOW),
     "Nemotron: squared ReLU": ("Nemotron", {"head_dim": 16}),

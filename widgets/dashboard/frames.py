@@ -12,8 +12,8 @@ does not follow the last one.
             "memory_bytes", "first_token_p95", "first_token_p99", "inter_token_p95", "inter_token_p99"},
                                                      # numbers, or null where nothing is known
  "ranks": [{"rank": 0, "alive": true, "num_running", "num_waiting", "num_preemptions", "num_blocks",
-            "num_free_blocks", "num_cached_blocks", "block_size", "prefix_cache_queries", "prefix_cache_hits",
-            "step", "wave", "is_paused", "sleep_level", "max_num_batched_tokens", "max_num_seqs",
+            "num_free_blocks", "num_cached_blocks", "block_size", "num_state_slots", "num_free_state_slots",
+            "num_checkpoints", "prefix_cache_queries", "prefix_cache_hits", "step", "wave", "is_paused", "sleep_level", "max_num_batched_tokens", "max_num_seqs",
             "workers": [{"rank", "memory_bytes", "num_steps", "step_seconds"}],
             "history_lost": false,                   # true: the steps below do not follow the earlier ones
             "steps": [STEP, ...],                    # new ones, and older ones whose `seconds` are known now
@@ -353,6 +353,9 @@ def _rank(engine: SchedulerStats, mirror: TraceMirror | None) -> dict[str, objec
         "num_free_blocks": engine.num_free_blocks,
         "num_cached_blocks": engine.num_cached_blocks,
         "block_size": None if known is None else known.blocks.block_size,
+        "num_state_slots": engine.num_state_slots,
+        "num_free_state_slots": engine.num_free_state_slots,
+        "num_checkpoints": engine.num_checkpoints,
         "prefix_cache_queries": engine.prefix_cache_queries,
         "prefix_cache_hits": engine.prefix_cache_hits,
         "step": engine.step_counter,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nbengine.client.observe.trace_mirror import BlockMap
+from nbengine.client.observe.trace_mirror import BlockMap, TraceMirror
 from nbengine.widgets.dashboard.palette import REQUESTS
+from nbengine.widgets.words import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +71,21 @@ def cells_of(blocks: BlockMap, max_cells: int) -> BlockCells:
     )
 
 
-def summary(blocks: BlockMap) -> str:
-    """Count the blocks of each kind, in one line."""
+def summary(mirror: TraceMirror) -> str:
+    """Count an engine core's blocks of each kind, and its slots for the states of recurrent layers, in one line."""
+    blocks, stats = mirror.blocks, mirror.stats
     held = blocks.ref_counts > 0
     num_held = int(np.count_nonzero(held))
     shared = int(np.count_nonzero(blocks.ref_counts > 1))
     cached = int(np.count_nonzero(~held & blocks.cached))
     free = blocks.num_blocks - num_held - cached
     parts = [f"{num_held:,} held ({shared:,} shared)", f"{cached:,} cached and free", f"{free:,} free"]
-    return f"{blocks.num_blocks:,} blocks of {blocks.block_size} tokens: {', '.join(parts)}"
+    found = f"{blocks.num_blocks:,} blocks of {blocks.block_size} tokens: {', '.join(parts)}"
+    if stats.num_state_slots:
+        num_held = stats.num_state_slots - stats.num_free_state_slots
+        found += f"; {num_held:,} of {count(stats.num_state_slots, 'state slot')} held"
+        found += f", {count(stats.num_checkpoints, 'checkpoint')}"
+    return found
 
 
 def top_holders(blocks: BlockMap, limit: int) -> list[tuple[int, int]]:

@@ -38,7 +38,7 @@ def draw_blocks(state: DashboardState, *, standalone: bool) -> str:
     words = []
     for rank, mirror in shown:
         prefix = f"rank {rank}: " if len(state.mirrors) > 1 else "KV "
-        words.append(prefix + summary(mirror.blocks))
+        words.append(prefix + summary(mirror))
         drawing.text(PAD, y + 12, words[-1], width=WIDTH - 2 * PAD, bold=True)
         y = _map(drawing, mirror.blocks, y + LINE + 4, len(shown))
     if note:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from nbengine.client.observe.process_usage import printable
-from nbengine.client.observe.trace_mirror import BlockMap, TraceMirror
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.widgets.dashboard.step_frames import DECODE, PROMPT, RECOMPUTED
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.pictures.blocks import BlockCells, cells_of
@@ -51,7 +51,7 @@ def text_dashboard(state: DashboardState, width: int = WIDTH) -> str:
     for rank, mirror in shown:
         prefix = f"rank {rank}: " if len(state.mirrors) > 1 else ""
         lines += ["", *_scheduler(mirror, prefix, width)]
-        lines += ["", *_blocks(mirror.blocks, prefix, width, max(1, MAX_BLOCK_ROWS // len(shown)))]
+        lines += ["", *_blocks(mirror, prefix, width, max(1, MAX_BLOCK_ROWS // len(shown)))]
         lines += ["", *_steps(mirror, prefix, width, max(1, MAX_STEP_ROWS // len(shown)))]
     if note:
         lines += ["", note]
@@ -144,8 +144,8 @@ def _spark(values: Sequence[int | None], top: int) -> str:
     return _SPARKS[max(0, -(-max(known) * len(_SPARKS) // top) - 1)]
 
 
-def _blocks(blocks: BlockMap, prefix: str, width: int, max_rows: int) -> list[str]:
-    lines = [f"{prefix}KV {blocks_summary(blocks)}"]
+def _blocks(mirror: TraceMirror, prefix: str, width: int, max_rows: int) -> list[str]:
+    lines, blocks = [f"{prefix}KV {blocks_summary(mirror)}"], mirror.blocks
     if not blocks.num_blocks:
         return lines
     columns = width - 2

@@ -99,7 +99,9 @@ def load_decoder(
     """
     report("reading the weights' headers", 0.0)
     weights = open_weights(paths, config)
-    _compare(_sketch(lambda: _whole_decoder(config, dtype)), weights, paths[0])
+    sketch = _sketch(lambda: _whole_decoder(config, dtype))
+    _compare(sketch, weights, paths[0])
+    _check_tied(sketch, weights, paths[0])
 
     family = load_family(config.family)
 
@@ -311,6 +313,16 @@ def _compare(expected: LoadableModel, weights: Weights, path: Path) -> None:
         raise ModelLoadError(
             f"{path} has tensors that its architecture does not use: {_listed(sorted(unexpected))}"
         )
+
+
+def _check_tied(model: CausalModel, weights: Weights, path: Path) -> None:
+    """Check that files do not have two matrices for what is one in the model."""
+    for name, source in model.tied_weights.items():
+        if isinstance(weights, SafetensorsWeights) and weights.differ(name, source):
+            raise ModelLoadError(
+                f"{path}: {name} is another matrix than {source}, and config.json says tie_word_embeddings, that they are "
+                "one; hf_overrides={'tie_word_embeddings': False} takes both"
+            )
 
 
 def _compare_slots(slots: Mapping[str, WeightSlot], weights: Weights, path: Path) -> None:

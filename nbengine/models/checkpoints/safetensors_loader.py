@@ -31,6 +31,8 @@ from nbengine.models.layers.weights import WeightSlot
 
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_COMPARED = 64
+"""The rows that tell whether two matrices are the same."""
 Parts = Callable[[str, tuple[int, ...]], Iterator[tuple[str, TensorPart]]]
 """Tells what a tensor of a file holds; see `nbengine.models.family.Family.tensor_parts`."""
 
@@ -118,6 +120,23 @@ class SafetensorsWeights:
                 return stored.num_bytes(slot)
 
             fill_slots(sorted(slots, key=lambda name: paths[name]), fill, on_bytes)
+
+    def differ(self, first: str, second: str) -> bool:
+        """Return whether files have two weights, dense ones, that are not the same: some of their rows tell."""
+        found = []
+        for stored in map(self._stored.get, (first, second)):
+            plain = stored.plain if isinstance(stored, RoundedMatrix) else stored
+            if not isinstance(plain, PlainTensor):
+                return False
+            found.append(plain.part)
+        if found[0].shape != found[1].shape:
+            return True
+        with self._open() as read:
+            for row in range(0, found[0].shape[0], max(1, found[0].shape[0] // _COMPARED)):
+                one, other = (read(part.name, part.index((slice(row, row + 1),))) for part in found)
+                if not one.equal(other):
+                    return True
+        return False
 
     def _add_plain(
         self, name: str, shape: tuple[int, ...], kind: str, quantization: Quantization | None

@@ -13,6 +13,8 @@ from nbengine.errors import ModelLoadError, quoted
 from nbengine.models.checkpoints.regular_files import check_regular
 from nbengine.models.configs.usual_names import with_usual_names
 
+_ROPE_NAMES = frozenset(("rope_scaling", "rope_parameters"))
+_BASE = "rope_theta"
 _ORIGINAL = "original_max_position_embeddings"
 _LENGTHENING = ("linear", "dynamic", "yarn")
 """The kinds of rotary scaling whose factor multiplies `max_position_embeddings`."""
@@ -39,13 +41,34 @@ def load_hf_config(config: ModelConfig) -> dict[str, Any]:
     if not config.resolved:
         raise ModelLoadError(f"the files of {config.model!r} have not been looked for yet (resolve_model)")
     stated = read_json_object(Path(config.directory) / "config.json")
-    found = with_usual_names({**with_text_config(stated), **config.hf_overrides})
+    found = with_usual_names(_overridden(with_text_config(stated), config.hf_overrides))
     # A file names no code that is to be imported.
     found.pop(FAMILIES_KEY, None)
     found.pop(MODEL_IMPL_KEY, None)
     if config.model_impl != "auto":
         found[MODEL_IMPL_KEY] = config.model_impl
     return {**found, FAMILIES_KEY: config.families} if config.families else found
+
+
+def _overridden(stated: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with entries replaced, and with what is said of rotary embeddings under one name.
+
+    Where a file has both names, `rope_scaling` counts, as in transformers. What is overridden counts under either name,
+    and keeps the file's base unless it says another.
+    """
+    found = {key: value for key, value in {**stated, **overrides}.items() if key not in _ROPE_NAMES}
+    before, is_new = _rope_entry(stated), not _ROPE_NAMES.isdisjoint(overrides)
+    rope = _rope_entry(overrides) if is_new else before
+    # There may be one for each type of layer.
+    if isinstance(rope, Mapping) and not any(isinstance(each, Mapping) for each in rope.values()):
+        kept = before.get(_BASE) if is_new and isinstance(before, Mapping) else None
+        base = overrides.get(_BASE, rope.get(_BASE, kept))
+        rope = rope if base is None else {**rope, _BASE: base}
+    return {**found, "rope_parameters": rope} if rope else found
+
+
+def _rope_entry(stated: Mapping[str, Any]) -> Any:
+    return stated.get("rope_scaling") or stated.get("rope_parameters") or {}
 
 
 def with_text_config(stated: dict[str, Any]) -> dict[str, Any]:

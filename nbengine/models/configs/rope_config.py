@@ -150,7 +150,7 @@ def mscale_of(factor: float, mscale: float = 1.0) -> float:
 def _longrope(hf: Mapping[str, Any], stated: Mapping[str, Any]) -> RopeScaling:
     longest = positive(hf, "max_position_embeddings")
     key = "original_max_position_embeddings"
-    original = positive(stated, key, positive(hf, key, longest))
+    original = positive(hf, key, positive(stated, key, longest))
     factor = number(stated, "factor", longest / original)
     attention = stated.get("attention_factor")
     if attention is None:

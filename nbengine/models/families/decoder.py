@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -329,6 +329,12 @@ class DecoderForCausalLM:
         """Return the tensors that a checkpoint may have and that nothing here uses."""
         has_own = not (self.config.tie_word_embeddings or self.config.num_labels)
         return frozenset() if has_own else frozenset((f"{_LM_HEAD}.weight",))
+
+    @property
+    def tied_weights(self) -> Mapping[str, str]:
+        """See `CausalModel.tied_weights`."""
+        is_tied = self.config.tie_word_embeddings and not self.config.num_labels
+        return {f"{_LM_HEAD}.weight": f"{_EMBEDDING}.weight"} if is_tied else {}
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield every weight once; parts of a fused weight are views of one storage."""

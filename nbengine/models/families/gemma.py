@@ -105,6 +105,8 @@ class Gemma3(TextPart, Gemma):
         return {
             **super().variant(hf),
             **_scores(hf),
+            # The class has none, whatever the file says.
+            "attention_soft_cap": None,
             "norms": _BOTH,
             "qk_norm": True,
             "other_ropes": (hf["nbengine_local_rope"],) if layers else (),

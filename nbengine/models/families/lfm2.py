@@ -60,6 +60,7 @@ class Lfm2(DecoderFamily):
         size = convolution.state_bytes
         return {
             "intermediate_size": _inner(hf),
+            "hidden_act": "silu",
             "qk_norm": True,
             "norms": LayerNorms("operator_norm", None, "ffn_norm", None),
             "layers": layers_with_state(_types(hf), [_CONV], [_ATTENTION], state_bytes=size),

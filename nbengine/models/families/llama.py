@@ -8,7 +8,7 @@ from typing import Any
 from nbengine.models.configs.decoder_config import DecoderConfig, QueryGrowth
 from nbengine.models.configs.hf_config import number, positive, stated_rope
 from nbengine.models.families.text_part import TextPart
-from nbengine.models.family import DecoderFamily, layers_of, window_of
+from nbengine.models.family import DecoderFamily, layers_alike, layers_of, window_of
 
 _ORIGINAL = 16_384
 _BETA = "llama_4_scaling_beta"
@@ -37,10 +37,16 @@ class Mistral(TextPart):
 
     title = "Mistral, Devstral; Mistral Small 3, Ministral 3 with images (text)"
     defaults: Mapping[str, Any] = {"num_key_value_heads": 8}
+    usual_window: int | None = 4096
+    """The window of a configuration that says nothing of it; null says that there is none."""
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`."""
+        return super().config({"sliding_window": self.usual_window, **hf})
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
-        return {"layers": layers_of(hf, window_of(hf)), "query_growth": _growth(stated_rope(hf))}
+        return {"layers": layers_alike(hf, window_of(hf)), "query_growth": _growth(stated_rope(hf))}
 
 
 class Ministral(Mistral):
@@ -48,15 +54,16 @@ class Ministral(Mistral):
 
     title = "Ministral 8B"
 
-    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
-        """See `Family.config`; null says that no layer has a window."""
-        return super().config({"sliding_window": 4096, **hf})
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        return {**super().variant(hf), "layers": layers_of(hf, window_of(hf))}
 
 
 class Ministral3(Mistral):
     """Ministral 3 without its part for images."""
 
     title = "Ministral 3, Devstral 2"
+    usual_window = None
     defaults: Mapping[str, Any] = {
         **Mistral.defaults,
         "head_dim": 128,

@@ -8,7 +8,7 @@ from typing import Any
 
 from nbengine.models.configs.hf_config import positive
 from nbengine.models.configs.moe_config import MoEConfig, num_experts_of
-from nbengine.models.family import DecoderFamily, layers_of, window_of
+from nbengine.models.family import DecoderFamily, layers_alike, window_of
 
 _NAME = re.compile(r"(?P<layer>.*)\.block_sparse_moe\.(?P<rest>gate|experts\.\d+\.w[123])\.(?P<kind>\w+)")
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -29,7 +29,7 @@ class Mixtral(DecoderFamily):
             intermediate_size=positive(hf, "intermediate_size"),
             renormalize=True,
         )
-        return {"moe": moe, "layers": layers_of(hf, window_of(hf))}
+        return {"moe": moe, "layers": layers_alike(hf, window_of(hf))}
 
     def our_name(self, name: str) -> str:
         """Files on the hub call a layer's experts block_sparse_moe, and their projections w1, w3 and w2."""

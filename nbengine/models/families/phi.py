@@ -8,7 +8,7 @@ from typing import Any
 from nbengine.models.checkpoints.tensor_names import TensorPart, stacked_parts
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.configs.hf_config import stated_rope
-from nbengine.models.family import DecoderFamily, layers_of, window_of
+from nbengine.models.family import DecoderFamily, layers_alike, window_of
 
 
 class Phi3(DecoderFamily):
@@ -29,7 +29,7 @@ class Phi3(DecoderFamily):
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
-        return {"layers": layers_of(hf, window_of(hf))}
+        return {"layers": layers_alike(hf, window_of(hf))}
 
     def tensor_parts(
         self, config: DecoderConfig, name: str, shape: tuple[int, ...]

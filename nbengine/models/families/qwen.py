@@ -12,7 +12,7 @@ from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.configs.hf_config import positive
 from nbengine.models.configs.moe_config import MoEConfig, num_experts_of
 from nbengine.models.families.text_part import TextPart
-from nbengine.models.family import DecoderFamily, layers_of, window_of
+from nbengine.models.family import DecoderFamily, layers_alike, layers_of, window_of
 
 
 class Qwen2(TextPart):
@@ -76,7 +76,7 @@ class Qwen3Moe(DecoderFamily):
             "attention_out_bias": bias,
             "qk_norm": True,
             "moe": experts_of(hf, 128, 8, 768, 0),
-            "layers": layers_of(hf, window),
+            "layers": layers_alike(hf, window),
         }
 
 

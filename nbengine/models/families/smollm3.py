@@ -32,7 +32,8 @@ class SmolLM3(DecoderFamily):
             raise ModelLoadError(
                 f"config.json: no_rope_layers must be a list of {count} numbers, got {quoted(turned)}"
             )
-        window = window_of(hf) if hf.get("use_sliding_window") else None
+        has_windows = hf.get("use_sliding_window") or hf.get("layer_types")
+        window = window_of(hf) if has_windows else None
         windows = layers_of(hf, window, {index: not turned[index] for index in range(count)})
         layers = [
             LayerConfig(each.attention, each.size, 0 if turned[index] else None)

@@ -223,8 +223,13 @@ class TransformersForCausalLM:
 
     @property
     def ignored_weights(self) -> frozenset[str]:
-        """Return nothing: `TransformersFamily.tensor_parts` leaves out what the model does not use."""
-        return frozenset()
+        """Return the tied weights: `TransformersFamily.tensor_parts` leaves out what else the model does not use."""
+        return frozenset(self._names.tied)
+
+    @property
+    def tied_weights(self) -> Mapping[str, str]:
+        """See `CausalModel.tied_weights`."""
+        return self._names.tied
 
     @property
     def weights_bytes(self) -> int:

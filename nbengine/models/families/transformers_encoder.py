@@ -120,8 +120,8 @@ class TransformersEncoder(EncoderModel):
 
     @property
     def ignored_weights(self) -> frozenset[str]:
-        """Return nothing: `encoder_names` leaves out what the model does not use."""
-        return frozenset()
+        """Return the tied weights: `encoder_names` leaves out what else the model does not use."""
+        return frozenset(self._names.tied)
 
     def parameters(self) -> Iterator[Tensor]:
         """See `EncoderModel.parameters`."""

@@ -70,8 +70,6 @@ class TensorNames:
         from transformers.core_model_loading import apply_renamings, rename_source_key
 
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
-        if renamed in self.tied:
-            return
         is_own = renamed in self._own
         if not is_own and (renamed.endswith(COMPUTED) or any(each.search(renamed) for each in self._ignored)):
             return

@@ -240,6 +240,7 @@ def _are_covered(block: SparseMoeBlock, needs: _Needs) -> bool:
     return (
         block.routing is not None
         and not block.moe.weighs_inputs
+        and (block.moe.clamped is not None or block.moe.hidden_act in GATED)
         and block.is_alone
         and block.are_alike()
         and len(block.experts.shard.inner) % SPAN == 0

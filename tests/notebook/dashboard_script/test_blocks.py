@@ -58,11 +58,13 @@ def test_blocks_have_the_colours_of_who_holds_them(open_page: OpenPage) -> None:
     x, y = cell(page, 3)
     assert len({page.pixel(BLOCKS, x + dx, y + 8) for dx in range(4, 13)}) == 1
 
-    page.deliver(frame(2, reset=False, changed={0: word(1, False, 4), 3: word(0, True, 9)}))
+    slots = {"num_state_slots": 9, "num_free_state_slots": 7, "num_checkpoints": 1}
+    page.deliver(frame(2, reset=False, changed={0: word(1, False, 4), 3: word(0, True, 9)}, **slots))
     assert_color(look(0), REQUESTS[4])
     assert_color(look(3), ROLES["cached"], CACHED_OPACITY)
     assert_color(look(2), REQUESTS[0])
-    assert page.text(".nbe-blocks .nbe-now") == "4 held · 2 shared · 2 cached · 0 free"
+    counts = "4 held · 2 shared · 2 cached · 0 free · 2 of 9 state slots held · 1 checkpoint"
+    assert page.text(".nbe-blocks .nbe-now") == counts
     page.deliver(frame(3, reset=False, changed={0: word(0), 3: word(1, True, 9)}))
     # The page's theme changes while it is shown.
     page.set_theme(DARK)

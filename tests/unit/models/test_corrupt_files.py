@@ -60,6 +60,21 @@ def load_checkpoint(directory: Path) -> DecoderForCausalLM:
     return fill(config, directory / "model.safetensors")
 
 
+@pytest.mark.parametrize("model_impl", ["nbengine", "transformers"])
+def test_two_matrices_are_not_taken_for_one(
+    model_impl: str, tmp_path: Path, random_model: Any, load: Any
+) -> None:
+    random_model("Llama", **TINY).save_pretrained(tmp_path)
+    tied = {"tie_word_embeddings": True}
+    with pytest.raises(ModelLoadError, match=r"lm_head\.weight is another matrix than model\.embed_tokens"):
+        load(tmp_path, model_impl=model_impl, hf_overrides=tied)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, path)
+    assert load(tmp_path, model_impl=model_impl, hf_overrides=tied).config.tie_word_embeddings
+
+
 def refusal_or_none(load: Callable[[], object], path: Path) -> str | None:
     """The message of the refusal, which names the file; any other exception passes through."""
     try:

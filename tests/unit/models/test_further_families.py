@@ -37,10 +37,46 @@ def test_ministral_3_has_a_rotary_embedding_of_its_own_where_nothing_is_said() -
 
 
 def test_null_says_that_there_is_no_window_and_nothing_that_there_is_the_usual_one() -> None:
-    assert config_of("Ministral", sliding_window=None).layers == ()
-    assert config_of("Ministral", max_position_embeddings=8192).layer(0) == LayerConfig("window", 4096)
+    for kind in ("Mistral", "Ministral"):
+        assert config_of(kind, sliding_window=None).layers == ()
+        assert config_of(kind, max_position_embeddings=8192).layer(0) == LayerConfig("window", 4096)
+    assert config_of("Ministral3", max_position_embeddings=8192).layers == ()
     assert config_of("Exaone4", sliding_window=None).layers == ()
     assert config_of("Exaone4", max_position_embeddings=8192).layer(0) == LayerConfig("window", 4096)
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Ministral3", "Phi3", "Mixtral", "Qwen3Moe"])
+def test_a_window_is_that_of_all_layers_whatever_their_types_where_the_class_says_so(kind: str) -> None:
+    types: dict[str, Any] = {"layer_types": [FULL, SLIDING, FULL], "sliding_window": 8, "head_dim": 16}
+    assert config_of(kind, use_sliding_window=True, **types).layers == (WINDOW,) * 3
+    assert config_of("Ministral", **types).layers == (LayerConfig(), WINDOW, LayerConfig())
+
+
+def test_types_of_layers_say_which_have_windows_in_smollm_3_whatever_else_is_said() -> None:
+    types: dict[str, Any] = {"sliding_window": 8, "use_sliding_window": False, "no_rope_layers": [1, 1, 1]}
+    assert {layer.size for layer in config_of("SmolLM3", **types).layers} == {0}
+    stated = config_of("SmolLM3", layer_types=[FULL, SLIDING, FULL], **types)
+    assert [layer.size for layer in stated.layers] == [0, 8, 0]
+
+
+def test_gemma_3_caps_no_scores() -> None:
+    assert config_of("Gemma2", attn_logit_softcapping=5.0).attention_soft_cap == 5.0
+    assert config_of("Gemma3", attn_logit_softcapping=5.0).attention_soft_cap is None
+
+
+def test_the_original_context_beside_a_longrope_counts_before_that_within() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    rope = {"rope_parameters": {"rope_type": "longrope", **factors}}
+    for stated, expected in (({"original_max_position_embeddings": 32}, 32), ({}, 4096)):
+        scaling = config_of("Phi3", **rope, **stated).rope_scaling
+        assert scaling is not None
+        assert scaling.original_max_position_embeddings == expected
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Olmoe", "GraniteMoe", "Glm4Moe", "DeepseekV3", "Qwen3Moe"])
+def test_experts_have_the_activation_of_the_model(kind: str) -> None:
+    for act, expected in (("gelu_pytorch_tanh", "gelu_tanh"), ("relu", "relu"), ("swish", "silu")):
+        assert config_of(kind, hidden_act=act, num_experts_per_tok=2).moe.hidden_act == expected
 
 
 def test_layers_of_exaone_4_that_see_everything_turn_nothing_if_others_have_windows() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from family_cases import FULL, SLIDING
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 
@@ -42,6 +43,45 @@ def test_overrides_replace_entries_of_the_configuration(tmp_path: Path) -> None:
     write(tmp_path, "config.json", {"vocab_size": 10, "rope_parameters": {"rope_theta": 1.0}})
     config = ModelConfig("m", directory=str(tmp_path), hf_overrides={"vocab_size": 20})
     assert load_hf_config(config) == {"vocab_size": 20, "rope_parameters": {"rope_theta": 1.0}}
+
+
+YARN, LINEAR = {"rope_type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("stated", "overrides", "expected"),
+    [
+        ({"rope_parameters": YARN, "rope_scaling": LINEAR}, {}, LINEAR),
+        ({"rope_parameters": YARN, "rope_scaling": None}, {}, YARN),
+        # What is overridden counts under either name, with the base of the file.
+        (
+            {"rope_parameters": {**LINEAR, "rope_theta": 7.0}},
+            {"rope_scaling": YARN},
+            {**YARN, "rope_theta": 7.0},
+        ),
+        ({"rope_theta": 7.0, "rope_scaling": LINEAR}, {"rope_parameters": YARN}, YARN),
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 7.0}},
+            {"rope_theta": 8.0},
+            {**YARN, "rope_theta": 8.0},
+        ),
+        ({"rope_scaling": YARN}, {"rope_scaling": None}, None),
+        (
+            {"rope_parameters": {FULL: YARN, SLIDING: LINEAR}},
+            {"rope_theta": 8.0},
+            {FULL: YARN, SLIDING: LINEAR},
+        ),
+    ],
+)
+def test_what_is_said_of_rotary_embeddings_counts_under_either_name(
+    stated: dict[str, Any], overrides: dict[str, Any], expected: Any, tmp_path: Path
+) -> None:
+    write(tmp_path, "config.json", stated)
+    found = load_hf_config(ModelConfig("m", directory=str(tmp_path), hf_overrides=overrides))
+    assert found.get("rope_parameters") == expected
+    assert "rope_scaling" not in found
+    base = overrides.get("rope_theta", stated.get("rope_theta"))
+    assert found.get("rope_theta") == base
 
 
 def test_an_unresolved_model_has_no_configuration() -> None:

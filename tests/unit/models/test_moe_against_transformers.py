@@ -20,6 +20,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Mixtral",
         {"num_local_experts": 3, "num_experts_per_tok": 3, "tie_word_embeddings": True},
     ),
+    "mixtral-relu": ("Mixtral", {"num_local_experts": 4, "hidden_act": "relu"}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16}),
     "qwen3-moe-renormalised": ("Qwen3Moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
     "qwen3-moe-bias-some-dense": (
@@ -36,6 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, "head_dim": 16, "num_experts": 1, "num_experts_per_tok": 1},
     ),
     "qwen2-moe": ("Qwen2Moe", SHARED),
+    "qwen2-moe-gelu": ("Qwen2Moe", {**SHARED, "hidden_act": "gelu_pytorch_tanh"}),
     "qwen2-moe-renormalised-of-9": ("Qwen2Moe", {**SHARED, "num_experts": 9, "norm_topk_prob": True}),
     "qwen2-moe-no-bias-some-dense": (
         "Qwen2Moe",

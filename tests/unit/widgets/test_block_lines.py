@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from nbengine.client.observe.trace_mirror import BlockMap, RequestView, TraceMirror
+from nbengine.kv_cache.holder import NO_BLOCK
 from nbengine.metrics.trace import PROMPT_PREVIEW_TOKENS, RequestAdded
 from nbengine.widgets.dashboard.block_lines import MOST_CHARACTERS, MOST_TOKENS_BEFORE, block_lines
 
@@ -92,3 +93,44 @@ def test_a_block_of_which_only_the_beginning_is_known_joins_nothing() -> None:
     mirror.requests[0].added.prompt_token_ids = list(range(10))
     assert after(mirror, 4, Words()) == "12.13.14.15."
     assert after(mirror, 2, Words()) == "0.1.2.3.4.5.6.7."
+
+
+def of_two_groups() -> TraceMirror:
+    """One running request with ten tokens: of its second group, a window, the first block was given back."""
+    mirror = TraceMirror(0)
+    mirror.blocks = blocks = BlockMap(8, SIZE, num_tables=2)
+    added = RequestAdded(0, "r", 0, 0.0, 10, 16, list(range(10)))
+    mirror.requests[0] = RequestView(added, "running", 10)
+    blocks.hold(0, table := [6, 1, 5, 2, 4, 3], 0, 1)
+    blocks.store([6, 1], [*range(SIZE)] * 2, 1)
+    blocks.release([1], 2)
+    table[1] = NO_BLOCK
+    mirror.requests[0].block_ids = table
+    return mirror
+
+
+def test_a_block_of_one_of_several_groups_says_which_and_its_place_in_the_text() -> None:
+    mirror = of_two_groups()
+
+    def lines(block: int) -> list[str]:
+        return block_lines(mirror, block, Words(), name)
+
+    assert lines(6) == [
+        "block 6: held by a request, cached",
+        "request #0, its block 0 of layer group 0: tokens 0 to 3 of 10",
+        "holds: 0.1.2.3.",
+    ]
+    # What the window has passed is still found, and no longer the request's.
+    assert lines(1) == [
+        "block 1: free, cached",
+        "last held by request #0, as its block 0 of layer group 1",
+        "holds: 0.1.2.3.",
+    ]
+    # The text before a block is that of any group that has it.
+    assert lines(2) == [
+        "block 2: held by a request",
+        "request #0, its block 1 of layer group 1: tokens 4 to 7 of 10",
+        "holds: 4.5.6.7.",
+        "after: 0.1.2.3.",
+    ]
+    assert lines(3)[1] == "request #0, its block 2 of layer group 1: tokens 8 to 9 of 10"

@@ -79,8 +79,12 @@ def test_sums_of_many_blocks_agree_with_the_map() -> None:
 
 
 def test_the_line_about_blocks_says_how_many_there_are_of_each_kind() -> None:
+    mirror = TraceMirror(0)
     blocks = block_map([0, 0, 0, 1, 2, 3], [True, False, False, True, True, False], [1, 2, -1, 3, 3, 4])
-    assert summary(blocks) == "6 blocks of 4 tokens: 3 held (2 shared), 1 cached and free, 2 free"
+    mirror.blocks, line = blocks, "6 blocks of 4 tokens: 3 held (2 shared), 1 cached and free, 2 free"
+    assert summary(mirror) == line
+    mirror.stats = SchedulerStats(num_state_slots=9, num_free_state_slots=7, num_checkpoints=1)
+    assert summary(mirror) == f"{line}; 2 of 9 state slots held, 1 checkpoint"
     assert top_holders(blocks, 5) == [(3, 2), (4, 1)]
     assert top_holders(blocks, 1) == [(3, 2)]
 

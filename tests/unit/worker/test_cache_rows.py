@@ -48,6 +48,18 @@ def test_a_block_is_as_large_as_the_widest_layers_need() -> None:
     assert rows_of(few, tp_size=2) == CacheRows(32, (2, 1))
 
 
+@pytest.mark.parametrize(("heads", "of_full"), [(1, None), (2, None), (8, 2), (16, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_the_rows_of_every_gemma_4_divide_the_widest(
+    heads: int, of_full: int | None, dtype: torch.dtype
+) -> None:
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": heads, "num_hidden_layers": 4}
+    full = {"attention_k_eq_v": of_full is not None, "num_global_key_value_heads": of_full}
+    config = config_of(head_dim=256, global_head_dim=512, **sizes, **full)
+    width = 256 if dtype is torch.bfloat16 else 260
+    assert rows_of(config, dtype=dtype).widest == width * max(heads, 2 * (of_full or heads))
+
+
 def test_rows_that_do_not_divide_the_widest_are_refused() -> None:
     with pytest.raises(EngineStartError, match=r"keep 40 and 72 numbers of a token.*kv_cache_dtype='auto'"):
         rows_of(config_of(), dtype=torch.int8)

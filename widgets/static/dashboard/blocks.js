@@ -247,7 +247,7 @@ export class BlockMap {
       rank.changedBlocks = [];
     }
     this.painted = rank;
-    this.drawCounts(blocks, shown);
+    this.drawCounts(rank, shown);
     if (isNew) this.follow();
     else this.tell();
   }
@@ -267,10 +267,11 @@ export class BlockMap {
     paintCell(this.surface.context, this.layout, cell, blocks, this.colors, this.app.theme.font);
   }
 
-  drawCounts(blocks, shown) {
+  drawCounts(rank, shown) {
+    const { blocks } = this;
     const { held, shared, cached, free } = countBlocks(blocks);
     const parts = [`${integer(held)} held`, `${integer(shared)} shared`, `${integer(cached)} cached`, `${integer(free)} free`];
-    setText(this.counts, blocks.length ? parts.join(" · ") : "no blocks");
+    setText(this.counts, [...(blocks.length ? parts : ["no blocks"]), ...this.states(rank.info)].join(" · "));
     const { perCell } = this.layout;
     const part = shown < blocks.length ? [`blocks 0 to ${integer(shown - 1)} of ${integer(blocks.length)}`] : [];
     setText(this.scale, [...part, ...(perCell > 1 ? [`a cell: ${integer(perCell)} blocks`] : [])].join(" · "));
@@ -279,6 +280,12 @@ export class BlockMap {
     const label = this.isWhole ? "Show the part of the cache that is in use" : "Show every block";
     setAttribute(this.wholeButton, "aria-label", label);
     setAttribute(this.wholeButton, "title", label);
+  }
+
+  // Tell the slots for the states of recurrent layers, of which nothing is known but now.
+  states({ num_state_slots: slots, num_free_state_slots: free, num_checkpoints: kept }) {
+    if (!slots || this.shownTime !== null) return [];
+    return [`${integer(slots - free)} of ${count(slots, "state slot")} held`, count(kept, "checkpoint")];
   }
 }
 

@@ -200,11 +200,12 @@ export class Store {
   get figures() {
     const infos = [...this.ranks.values()].map((rank) => rank.info);
     const total = (field) => infos.reduce((sum, info) => sum + info[field], 0);
-    const blocks = total("num_blocks");
+    // A model whose layers all keep a state has slots in place of blocks.
+    const [all, free] = total("num_blocks") ? ["num_blocks", "num_free_blocks"] : ["num_state_slots", "num_free_state_slots"];
     return {
       ...this.rates,
-      num_blocks: blocks,
-      used_blocks: blocks - total("num_free_blocks"),
+      num_blocks: total(all),
+      used_blocks: total(all) - total(free),
       queries: total("prefix_cache_queries"),
       hits: total("prefix_cache_hits"),
     };
