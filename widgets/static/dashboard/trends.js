@@ -52,6 +52,7 @@ const MARKS = { p95: "p95", p50: "p50", generated: "decode", waiting: "waiting",
 class TrendChart {
   constructor(trends, [title, curves, write, isStacked = false]) {
     Object.assign(this, { app: trends.app, trends, title, curves, write, isStacked });
+    this.painted = null; // the engine core whose figures are painted
     const attributes = { tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-label": `${title}. ${TREND_KEYS}` };
     this.surface = new Surface(trends.app.page, attributes, () => trends.app.loop.invalidate(trends));
     this.pointer = new Pointer(trends.app, this.surface, (x) => this.pointed(x));
@@ -126,10 +127,20 @@ class TrendChart {
     this.surface.cross(time === null || !this.trends.shown ? null : this.x(time), TREND_LEFT);
   }
 
+  // Only the crosshair moves while somebody scrubs.
   draw() {
-    this.surface.fit();
-    const context = this.surface.clear();
+    const isResized = this.surface.fit();
     const rank = this.trends.shown;
+    if (isResized || this.painted !== rank) this.paint(rank);
+    this.painted = rank;
+    if (!rank) return;
+    this.drawCross();
+    this.pointer.tell();
+    this.cursor.tell();
+  }
+
+  paint(rank) {
+    const context = this.surface.clear();
     const { width, height } = this.surface;
     if (!rank || width < TREND_LEFT + 20) return;
     const { theme } = this.app;
@@ -148,9 +159,6 @@ class TrendChart {
     this.gaps(context, rank);
     this.curves.forEach(([, role], at) => this.bars(context, this.tops(rank, at), theme.roles[role], y, bottom));
     for (const other of others) this.line(context, other, this.curves[this.curves.length - 1][0], y);
-    this.drawCross();
-    this.pointer.tell();
-    this.cursor.tell();
   }
 
   // Shade what nothing is known of.
@@ -307,6 +315,11 @@ export class Trends {
     const last = missing.pop();
     const all = missing.length ? `${missing.join(", ")} and ${last}` : last;
     return last ? `The ${all} of ${clock(time, 0)} are not kept.` : clock(time, 1);
+  }
+
+  // The painted charts are out of date: they have other colours.
+  repaint() {
+    for (const chart of this.charts) chart.painted = null;
   }
 
   drawCross() {
