@@ -2,7 +2,8 @@
 
 Both are killed with SIGKILL, at a third and at two thirds of the rows, and the cell is run again with `--resume`. In
 the end each row must have one answer, in the grid and in the kept runs. The figures are the processor time of the
-kernel and of the engine for each row, and the time that each run of the cell took.
+kernel and of the engine for each row, the time that each run of the cell took, and the memory of the kernel before it
+and at its most.
 
 python benchmarks/bench_rows.py [--json PATH] [--model smollm2-135m] [--rows 10000] [--tokens 4]
 """
@@ -86,7 +87,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 class Meter:
-    """A meter of the processor time of a kernel and its engine, during one run of the cell."""
+    """A meter of a kernel and its engine during one run of the cell: processor time, and the kernel's memory."""
 
     def __init__(self, kernel: psutil.Process, store: Path) -> None:
         info = next(engine.info for engine in list_engines() if engine.info.name == NAME)
@@ -94,11 +95,13 @@ class Meter:
         self._kernel, self._store = kernel, store
         self._rows, self._began = num_answers(store), time.monotonic()
         self._first = self._last = self._seconds()
+        self._memory = self._most = kernel.memory_info().rss
 
     def look(self) -> None:
         """Note what has been used by now; what has ended keeps what it had used at the last look."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._last = self._seconds()
+            self._most = max(self._most, self._kernel.memory_info().rss)
 
     def row(self, what: str) -> dict[str, Any]:
         """Return the figures from the beginning to the last look."""
@@ -110,6 +113,8 @@ class Meter:
             "seconds": time.monotonic() - self._began,
             "kernel CPU, ms a row": kernel,
             "engine CPU, ms a row": engine,
+            "kernel MiB before": self._memory / 2**20,
+            "kernel MiB, most": self._most / 2**20,
         }
 
     def _seconds(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from chromium import needs_chromium
 from dashboard_frames import START, FakeEngine, Frame
-from dashboard_page import DashboardPage
+from dashboard_page import DARK, LIGHT, DashboardPage
 from notebook_support.dashboard_script import (
     AXIS,
     BLOCKS,
@@ -468,6 +468,16 @@ def test_an_hour_of_the_hosts_history_is_shown_with_its_gaps(open_page: OpenPage
     requests = ".nbe-trend-chart:nth-child(2) canvas"
     assert_color(page.pixel(requests, 52 + 0.375 * (width - 54), 36), ROLES["waiting"])
     assert_color(page.pixel(requests, 52 + 0.375 * (width - 54), 70), ROLES["running"])
+    # Another theme has other colours.
+    base = float(page.page.evaluate(f"document.querySelector('{requests}').clientHeight")) - 2
+    muted = page.pixel(requests, 52 + 0.9 * (width - 54), base)
+    assert muted[3] > 0
+    page.set_theme(DARK)
+    page.settle()
+    page.settle()
+    assert page.pixel(requests, 52 + 0.9 * (width - 54), base) != muted
+    page.set_theme(LIGHT)
+    page.settle()
     # A press leads to a time and says what is not kept of it.
     said = page.page.locator(".nbe-shown")
     page.page.locator(chart).click(position={"x": 52 + 0.45 * (width - 54), "y": 60})

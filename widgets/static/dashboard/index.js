@@ -111,6 +111,7 @@ class Dashboard {
 
   repaint() {
     this.blocks.repaint();
+    this.trends.repaint();
     this.loop.invalidate(...this.parts);
   }
 
