@@ -167,9 +167,14 @@ def delta_inputs(step: Step, heads: Heads, dtype: torch.dtype = torch.float32) -
 
 
 def check_delta_rule(
-    step: Step, heads: Heads, *, dtype: torch.dtype = torch.float32, scale: float = 1.0
+    step: Step,
+    heads: Heads,
+    *,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+    state_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Compare a delta rule with the reference: its results, and all slots."""
+    """Compare a delta rule with the reference: its results, and all slots, as precisely as of `state_dtype`."""
     inputs = delta_inputs(step, heads, dtype)
     state = step.states(heads.value_heads, heads.key_dim, heads.value_dim)
     expected_state = state.cpu().clone()
@@ -179,7 +184,7 @@ def check_delta_rule(
     assert output.is_contiguous()
     assert not output.isnan().any()
     assert_near(output, expected, dtype, scale)
-    assert_near(state, expected_state, torch.float32, scale)
+    assert_near(state, expected_state, state_dtype, scale)
 
 
 def space_inputs(step: Step, sizes: Space, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -197,8 +202,15 @@ def space_inputs(step: Step, sizes: Space, dtype: torch.dtype = torch.float32) -
     ]
 
 
-def check_state_space(step: Step, sizes: Space, *, dtype: torch.dtype = torch.float32) -> None:
-    """Compare a state space with the reference: its results, and all slots."""
+def check_state_space(
+    step: Step,
+    sizes: Space,
+    *,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 4.0,
+    state_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compare a state space with the reference: its results, and all slots, as precisely as of `state_dtype`."""
     inputs = space_inputs(step, sizes, dtype)
     state = step.states(sizes.heads, sizes.state_size, sizes.head_dim)
     expected_state = state.cpu().clone()
@@ -207,5 +219,5 @@ def check_state_space(step: Step, sizes: Space, *, dtype: torch.dtype = torch.fl
     assert output.dtype is dtype
     assert output.is_contiguous()
     assert not output.isnan().any()
-    assert_near(output, expected, dtype, 4.0)
-    assert_near(state, expected_state, torch.float32, 4.0)
+    assert_near(output, expected, dtype, scale)
+    assert_near(state, expected_state, state_dtype, scale)

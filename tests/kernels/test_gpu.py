@@ -10,10 +10,19 @@ import torch.nn.functional as F
 
 from nbengine.kernels import reference
 from nbengine.kernels.attention_options import AttentionOptions
-from nbengine.kernels.dispatch import select_expert_kernels, select_kernels
+from nbengine.kernels.dispatch import select_expert_kernels, select_kernels, select_recurrent_kernels
 from nbengine.kernels.row_kernels import select_gate, select_pair_gate, select_rms_norm, select_rotation
 from nbengine.kernels.torch.backend import TorchKernels
 from nbengine.kernels.torch.experts import TorchExperts
+from tests.kernels.recurrent_batches import (
+    Request,
+    Space,
+    Step,
+    check_convolution,
+    check_delta_rule,
+    check_state_space,
+)
+from tests.kernels.test_recurrent import HEADS, STEPS
 from tests.support.thorough import combinations
 
 pytestmark = [
@@ -116,6 +125,59 @@ def test_experts_of_a_real_size_equal_plain_torch(expert_batch, dtype):
 
 
 CUDA = torch.device("cuda")
+ROUNDING = 4.0
+"""A device takes other exponentials than the reference, and sums in another order."""
+IN_STATES = {torch.float32: torch.float32, torch.bfloat16: torch.float16, torch.float16: torch.float16}
+"""The type whose precision states have: products of 16-bit models are in TensorFloat-32, with as many bits as float16."""
+SEVERAL_CHUNKS = [Request(1), Request(150, "own", (80,)), Request(70, "zeros")]
+
+
+@pytest.fixture
+def recurrent_step():
+    """Make the metadata of a step with the recurrent kernels of the device."""
+
+    def make(requests, dtype):
+        kernels = select_recurrent_kernels(CUDA, dtype)
+        assert kernels.name == "triton"
+        return Step.of(kernels, requests, device="cuda")
+
+    return make
+
+
+@pytest.mark.parametrize(("requests", "heads", "dtype"), combinations(STEPS, HEADS, DTYPES))
+def test_the_delta_rule_equals_the_reference_and_touches_no_other_slot(
+    recurrent_step, requests, heads, dtype
+):
+    step, state = recurrent_step(STEPS[requests], dtype), IN_STATES[dtype]
+    check_delta_rule(step, heads, dtype=dtype, scale=ROUNDING, state_dtype=state)
+
+
+@pytest.mark.parametrize(
+    ("requests", "sizes", "silu", "dtype"),
+    combinations(STEPS, [(64, 4), (83, 4), (7, 3), (600, 2), (8192, 4)], [True, False], DTYPES),
+)
+def test_the_convolution_equals_the_reference_and_touches_no_other_slot(
+    recurrent_step, requests, sizes, silu, dtype
+):
+    step = recurrent_step(STEPS[requests], dtype)
+    check_convolution(step, *sizes, silu=silu, has_bias=not silu, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("requests", "sizes", "dtype"),
+    combinations(
+        [*STEPS, "several chunks"],
+        [Space(), Space(1, 2, 20, 37), Space(1, 8, 128, 64), Space(2, 4, 16, 64)],
+        DTYPES,
+    ),
+)
+def test_the_state_space_equals_the_reference_and_touches_no_other_slot(
+    recurrent_step, requests, sizes, dtype
+):
+    step, state = recurrent_step(STEPS.get(requests, SEVERAL_CHUNKS), dtype), IN_STATES[dtype]
+    check_state_space(step, sizes, dtype=dtype, scale=4 * ROUNDING, state_dtype=state)
+
+
 EPS = 1e-5
 NARROW = [torch.bfloat16, torch.float16]
 SIZES = [64, 96, 128, 576, 2048, 2304, 5632, 8192]

@@ -100,7 +100,7 @@ def _llama4(header: GGUFHeader) -> Entries:
 
 
 def _gemma(header: GGUFHeader) -> Entries:  # noqa: ARG001 - all files are alike
-    return {"hidden_activation": "gelu_pytorch_tanh"}
+    return dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
 
 
 def _gemma2(header: GGUFHeader) -> Entries:

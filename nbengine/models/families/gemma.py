@@ -16,6 +16,7 @@ from nbengine.models.family import DecoderFamily, layers_of, window_of
 _BOTH = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+_GELU = "gelu_pytorch_tanh"
 _LOCAL_THETA, _GLOBAL_THETA = 1e4, 1e6
 
 
@@ -40,11 +41,15 @@ class Gemma(DecoderFamily):
         return {
             "norm_kind": "rms_one",
             "embedding_scale": math.sqrt(positive(hf, "hidden_size")),
-            # Old files state gelu and mean its approximation, too.
-            "hidden_act": str(hf.get("hidden_activation") or "gelu_pytorch_tanh"),
+            "hidden_act": self.activation(hf),
             "attention_bias": bias,
             "attention_out_bias": bias,
         }
+
+    def activation(self, hf: Mapping[str, Any]) -> str:
+        """Return the activation that a configuration states; old files state gelu and mean its approximation."""
+        stated = str(hf.get("hidden_act", _GELU))
+        return _GELU if stated == "gelu" else stated
 
 
 class Gemma2(Gemma):
@@ -59,6 +64,10 @@ class Gemma2(Gemma):
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
     }
+
+    def activation(self, hf: Mapping[str, Any]) -> str:
+        """See `Gemma.activation`."""
+        return _activation(hf)
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -86,6 +95,10 @@ class Gemma3(TextPart, Gemma):
         "sliding_window": 4096,
     }
 
+    def activation(self, hf: Mapping[str, Any]) -> str:
+        """See `Gemma.activation`."""
+        return _activation(hf)
+
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`; the rotary embeddings of full and window layers are stated apart."""
         stated = stated_rope(hf)
@@ -112,6 +125,10 @@ class Gemma3(TextPart, Gemma):
             "other_ropes": (hf["nbengine_local_rope"],) if layers else (),
             "layers": layers,
         }
+
+
+def _activation(hf: Mapping[str, Any]) -> str:
+    return str(hf.get("hidden_activation") or _GELU)
 
 
 def _scores(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Qwen2Moe(DecoderFamily):
         return {
             "attention_bias": bool(hf.get("qkv_bias", True)),
             "moe": experts_of(hf, 60, 4, 1408, shared),
-            "layers": _layers(hf),
+            "layers": _layers(hf, in_turn=True),
         }
 
 
@@ -107,12 +107,16 @@ class Qwen3VLMoe(TextPart, Qwen3Moe):
         return config.moe.intermediate_size if name.endswith("down_proj") else config.hidden_size
 
 
-def _layers(hf: Mapping[str, Any]) -> Any:
-    """Return the layers; without layer_types those from max_window_layers on have the window."""
+def _layers(hf: Mapping[str, Any], *, in_turn: bool = False) -> Any:
+    """Return the layers; without layer_types those from max_window_layers on have the window, or every second one before
+    them."""
     if not hf.get("use_sliding_window", False):
         return ()
     first, count = positive(hf, "max_window_layers", 28), positive(hf, "num_hidden_layers")
-    return layers_of(hf, window_of(hf, 4096), {index: index >= first for index in range(count)})
+    has_window = {
+        index: index % 2 == 0 and index < first if in_turn else index >= first for index in range(count)
+    }
+    return layers_of(hf, window_of(hf, 4096), has_window)
 
 
 def experts_of(hf: Mapping[str, Any], num_experts: int, per_token: int, inner: int, shared: int) -> MoEConfig:

@@ -59,6 +59,20 @@ def test_types_of_layers_say_which_have_windows_in_smollm_3_whatever_else_is_sai
     assert [layer.size for layer in stated.layers] == [0, 8, 0]
 
 
+def test_every_second_layer_of_qwen_2_moe_has_the_window_before_the_last_ones() -> None:
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "num_hidden_layers": 6}
+    found = config_of("Qwen2Moe", **windows, max_window_layers=4)
+    assert [layer.size for layer in found.layers] == [8, 0, 8, 0, 0, 0]
+    assert config_of("Qwen2Moe", **{**windows, "use_sliding_window": False}).layers == ()
+
+
+@pytest.mark.parametrize(("stated", "expected"), [("gelu", "gelu_pytorch_tanh"), ("relu", "relu")])
+def test_gemma_1_has_its_activation_under_another_name_than_gemma_2(stated: str, expected: str) -> None:
+    assert config_of("Gemma", hidden_act=stated).hidden_act == expected
+    assert config_of("Gemma2", hidden_act=stated).hidden_act == "gelu_pytorch_tanh"
+    assert config_of("Gemma2", hidden_activation=stated).hidden_act == stated
+
+
 def test_gemma_3_caps_no_scores() -> None:
     assert config_of("Gemma2", attn_logit_softcapping=5.0).attention_soft_cap == 5.0
     assert config_of("Gemma3", attn_logit_softcapping=5.0).attention_soft_cap is None
