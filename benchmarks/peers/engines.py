@@ -120,16 +120,19 @@ class Processes:
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(BENCHMARKS), environment.get("PYTHONPATH")))
         )
-        return subprocess.run(
-            [self.python(engine), "-m", *module],
-            cwd=BENCHMARKS,
-            input=given,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT,
-        )
+        try:
+            return subprocess.run(
+                [self.python(engine), "-m", *module],
+                cwd=BENCHMARKS,
+                input=given,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=TIMEOUT,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise FailedRunError(f"{engine} had not ended after {TIMEOUT} s") from error
 
 
 def _last_line(text: str) -> str:

@@ -107,7 +107,11 @@ def as_json(figures: Figures) -> dict[str, Any]:
                 "median": figures.median(engine),
                 "of floor": figures.share_of_floor(engine),
                 **({"threads": figures.threads[engine]} if engine in figures.threads else {}),
-                **({"nbengine better by": figures.advantage(engine)} if engine != OURS else {}),
+                **(
+                    {"nbengine better by": figures.advantage(engine)}
+                    if engine != OURS and OURS in figures.engines
+                    else {}
+                ),
             }
             for engine, rounds in figures.engines.items()
         },

@@ -353,6 +353,11 @@ class Code:
         function = self._pointer(address if isinstance(address, Int) else self.integer(address), kind)
         self.builder.call(function, [argument.ir for argument in arguments])
 
+    def call_for_number(self, address: Int) -> Int:
+        """Call a C function without parameters that lies at `address`, and return its `int`."""
+        function = self._pointer(address, ir.FunctionType(_I32, []))
+        return Int(self.builder, self.builder.sext(self.builder.call(function, []), _I64))
+
     def prefetch(self, address: Int, level: CacheLevel = CacheLevel.FIRST) -> None:
         """Ask for the cache line at `address`, to be read soon."""
         pointer = ir.IntType(8).as_pointer()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from nbengine.kernels.cpu.codegen import Code, Int, define
 from nbengine.kernels.cpu.flags import address_of, pause
 from nbengine.kernels.cpu.jit import Function, compile_module
-from nbengine.kernels.cpu.threads import select_runner
+from nbengine.kernels.cpu.threads import address_of_team_size, select_runner
 
 WORDS = 32
 """Words (int64) that an operation's arguments may take."""
@@ -38,13 +38,13 @@ it."""
 
 
 class _ProgramArguments(ctypes.Structure):
-    """The addresses of the operations (each a function and its arguments), of the number of arrivals, and of
-    `sched_yield`: a constant in the code would keep it from being used by another process. `stopped` is the number
-    of the operation that has stopped the program, or -1."""
+    """The addresses of the operations (each a function and its arguments), of the number of arrivals, of `sched_yield`,
+    and of what tells the number of threads: constants in the code would keep it from being used by another process.
+    `stopped` is the number of the operation that has stopped the program, or -1."""
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("operations", "count", "threads", "arrivals", "give_away", "stopped")
+        for name in ("operations", "count", "team_size", "arrivals", "give_away", "stopped")
     ]
 
 
@@ -90,6 +90,7 @@ class Program:
         self._own = _ProgramArguments(
             arrivals=self._arrivals.ctypes.data,
             give_away=address_of("sched_yield"),
+            team_size=address_of_team_size(),
         )
         self._address = ctypes.addressof(self._own)
         self._function = _compile_program()
@@ -108,7 +109,6 @@ class Program:
         """Run operations on torch's threads, and return the place of the one that has ended the run, or their
         number; raises what `finish` raises."""
         own, threads = self._own, torch.get_num_threads()
-        own.threads = threads
         self.arguments[:, 0] = 0
         while True:
             own.operations, own.count, own.stopped = operations.address, operations.count, -1
@@ -143,11 +143,15 @@ def _program(code: Code, args: Int) -> None:
     def get(name: str) -> Int:
         return code.load_int(args + getattr(_ProgramArguments, name).offset)
 
-    operations, count, threads, arrivals = (
-        get(name) for name in ("operations", "count", "threads", "arrivals")
+    operations, count, team_size, arrivals, give_away = (
+        get(name) for name in ("operations", "count", "team_size", "arrivals", "give_away")
     )
-    give_away = get("give_away")
-    spins, position = code.stack(8), code.stack(8)
+    team, spins, position = code.stack(8), code.stack(8), code.stack(8)
+    code.store_int(code.integer(1), team)
+    # Who waits for more threads than there are waits forever.
+    with code.when(team_size.compare("!=", 0)):
+        code.store_int(code.call_for_number(team_size), team)
+    threads = code.load_int(team)
     code.store_int(code.integer(0), position)
     with code.loop_while(lambda: code.load_int(position).compare("<", count)):
         number = code.load_int(position)

@@ -8,6 +8,7 @@ because every OpenMP caller has its own pool.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Callable
@@ -50,6 +51,23 @@ def select_runner() -> Runner:
 
 def openmp_parallel() -> ParallelEntry | None:
     """Find `GOMP_parallel` of the OpenMP runtime that is loaded already, if any has it."""
+    library = _runtime()
+    if library is None:
+        return None
+    library.GOMP_parallel.restype = None
+    library.GOMP_parallel.argtypes = (c_void_p, c_void_p, c_uint, c_uint)
+    return cast(ParallelEntry, library.GOMP_parallel)
+
+
+def address_of_team_size() -> int:
+    """Return the address of a C function that says on how many threads a runner runs the function that calls it; 0: on
+    one. They may be fewer than were asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC)."""
+    library = _runtime()
+    return 0 if library is None else ctypes.cast(library.omp_get_num_threads, c_void_p).value or 0
+
+
+def _runtime() -> CDLL | None:
+    """Find the OpenMP runtime that is loaded already, if it has `GOMP_parallel`."""
     mode = getattr(os, "RTLD_NOLOAD", None)
     if mode is None:
         return None
@@ -59,9 +77,7 @@ def openmp_parallel() -> ParallelEntry | None:
         except OSError:
             continue
         if hasattr(library, "GOMP_parallel"):
-            library.GOMP_parallel.restype = None
-            library.GOMP_parallel.argtypes = (c_void_p, c_void_p, c_uint, c_uint)
-            return cast(ParallelEntry, library.GOMP_parallel)
+            return library
     return None
 
 

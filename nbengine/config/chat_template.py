@@ -21,13 +21,18 @@ def template_text(given: str | None) -> str | None:
     """
     if given is None:
         return None
-    text = given if any(mark in given for mark in _MARKS) else _in_file(given)
+    text = given if is_template(given) else _in_file(given)
     require_utf8("chat_template", text)
     if len(text) > MAX_TEMPLATE_LENGTH:
         raise InvalidArgumentError(
             "chat_template", given, f"at most {MAX_TEMPLATE_LENGTH:,} characters long (it has {len(text):,})"
         )
     return text
+
+
+def is_template(text: str) -> bool:
+    """Return whether a text has the marks of a Jinja template, without which it says the same whatever it is given."""
+    return any(mark in text for mark in _MARKS)
 
 
 def _in_file(given: str) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nbengine.kernels.cpu import threads
 from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.program import Program
 from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME, RowArguments, compile_rows
@@ -55,6 +60,37 @@ def test_sums_that_build_on_each_other_are_right_whatever_has_one_part(num_threa
             assert torch.equal(x.float(), expected[:, None].expand(-1, SIZE))
 
     check()
+
+
+DOUBLED = """
+import torch
+torch.set_num_threads(2)
+from test_program import ADD, SIZE, addition
+from nbengine.kernels.cpu.program import Program
+x = torch.ones(64, SIZE, dtype=torch.bfloat16)
+program = Program([(ADD, addition(x, x, x))] * 3)
+program.run(program.some(range(3)))
+assert torch.equal(x, torch.full_like(x, 8))
+"""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}, {"OMP_MAX_ACTIVE_LEVELS": "0"}],
+    ids=str,
+)
+def test_a_program_ends_though_there_are_fewer_threads_than_were_asked_for(environment):
+    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-c", DOUBLED]
+    subprocess.run(command, env=os.environ | environment | {"PYTHONPATH": path}, timeout=100, check=True)
+
+
+def test_a_program_runs_without_an_openmp_runtime(num_threads, monkeypatch):
+    monkeypatch.setattr(threads, "_RUNTIMES", ("libno_such_runtime.so",))
+    x = torch.ones(5 * ROWS_AT_A_TIME, SIZE, dtype=torch.bfloat16)
+    program = Program([(ADD, addition(x, x, x))] * 3)
+    program.run(program.some(range(3)))
+    assert torch.equal(x, torch.full_like(x, 8))
 
 
 def test_arguments_may_change_between_runs(num_threads):

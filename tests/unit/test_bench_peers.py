@@ -19,7 +19,7 @@ from peers.costs import ModelCosts, Rates, read_costs
 from peers.memory import read_smaps
 from peers.protocol import Answer, Job, Timing
 from peers.quality import divergence
-from peers.table import Figures, memory_rows, row
+from peers.table import Figures, as_json, memory_rows, row
 
 from nbengine.models.checkpoints.gguf import read_header
 from nbengine.models.checkpoints.gguf_config import hf_config
@@ -85,6 +85,18 @@ def test_the_advantage_is_the_median_of_the_ratios_of_neighbouring_rounds() -> N
     found = figures(DECODE, 400.0, nbengine=[300.0, 150.0, 300.0], llama_cpp=[100.0, 50.0, 150.0])
     assert found.advantage("llama_cpp") == 3
     assert found.share_of_floor("nbengine") == 0.75
+
+
+def test_figures_are_written_where_nbengine_itself_has_failed() -> None:
+    written = as_json(figures(DECODE, 400.0, llama_cpp=[100.0]))
+    assert written["engines"]["llama_cpp"]["median"] == 100
+    assert "nbengine better by" not in written["engines"]["llama_cpp"]
+
+
+def test_an_engine_that_takes_too_long_has_failed_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "TIMEOUT", 0.1)
+    with pytest.raises(engines.FailedRunError, match=r"nbengine had not ended after 0\.1 s"):
+        engines.Processes({}).output("timeit", "-n", "1", "import time; time.sleep(60)", threads=1)
 
 
 def test_of_seconds_and_bytes_less_is_better() -> None:

@@ -256,7 +256,8 @@ class StructuredOutputManager:
         directory = Path(self._config.tokenizer_files)
         try:
             text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-            eos = eos_token_ids(self._config.directory, load_hf_config(self._config))
+            hf = load_hf_config(self._config)
+            eos = eos_token_ids(self._config.directory, hf, self._config.hf_overrides)
             text = with_hidden_special_tokens(text) if literal else text
             tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos[0] if eos else None)
         except (OSError, ValueError, ModelLoadError) as error:

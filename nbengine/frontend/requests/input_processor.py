@@ -114,7 +114,8 @@ class InputProcessor:
         )
         self._defaults = GenerationDefaults(directory, config.model.generation_config)
         # A tokenizer may have tokens for which the model has no logits.
-        known_eos = [token for token in eos_token_ids(directory, hf_config) if token < self._vocab_size]
+        stated = eos_token_ids(directory, hf_config, config.model.hf_overrides)
+        known_eos = [token for token in stated if token < self._vocab_size]
         primary = tokenizer.eos_token_id
         if primary is not None and primary >= self._vocab_size:
             primary = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nbengine.config.chat_template import is_template
 from nbengine.errors import InvalidArgumentError, ModelLoadError
 from nbengine.models.configs.hf_config import read_json_object
 
@@ -42,22 +43,27 @@ def template_for(templates: Templates, asked: str | None, *, has_tools: bool) ->
     "default".
 
     Raises:
-        InvalidArgumentError: there is none.
+        InvalidArgumentError: there is none, or what is asked for is neither a name nor a template.
     """
+    names = ", ".join(sorted(templates)) if isinstance(templates, Mapping) else ""
+    if asked is not None:
+        if isinstance(templates, Mapping) and asked in templates:
+            return templates[asked]
+        if is_template(asked):
+            return asked
+        # A misspelt name would be the whole prompt.
+        one = f", or one of this model's: {names}" if names else ""
+        raise InvalidArgumentError("chat_template", asked, f"a template's text, which has {{{{ or {{%{one}")
     if isinstance(templates, Mapping):
-        if asked is not None:
-            return templates.get(asked, asked)
         for name in (WITH_TOOLS, DEFAULT) if has_tools else (DEFAULT,):
             if name in templates:
                 return templates[name]
-        names = ", ".join(sorted(templates))
         raise InvalidArgumentError("chat_template", None, f"given, or one of this model's: {names}")
-    found = asked if asked is not None else templates
-    if found is None:
+    if templates is None:
         raise InvalidArgumentError(
             "chat_template", None, "given, because this model has none (or use generate with a plain prompt)"
         )
-    return found
+    return templates
 
 
 def check_template(name: str, text: str) -> None:

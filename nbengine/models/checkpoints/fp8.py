@@ -82,7 +82,9 @@ class Fp8Matrix:
                 (_blocks(places, self.blocks.rows), _blocks(columns, self.blocks.columns)),
             ).float()
             scales = _spread(_spread(scales, 0, places, self.blocks.rows), 1, columns, self.blocks.columns)
-            target.copy_(found.mul_(scales))
+            if not found.mul_(scales).isfinite().all():
+                raise ModelLoadError(f"corrupt: {self.name} or its scales have a number that is not finite")
+            target.copy_(found)
 
 
 def _slice(numbers: range) -> slice:

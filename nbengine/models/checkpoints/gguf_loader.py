@@ -115,6 +115,8 @@ class GGUFWeights:
             self._pack(piece, piece.form, raw.reshape(region.num_rows, -1))
             return region.num_bytes
         values = dequantize(torch.from_numpy(raw).to(target.device), source.type).view(region.num_rows, -1)
+        if GGML_QUANT_SIZES[source.type][0] > 1 and not values.isfinite().all():
+            raise ModelLoadError(self._not_finite(piece.name))
         if piece.columns is not None:
             values = values[:, torch.from_numpy(piece.columns).to(target.device)]
         values = values[:, region.skip : region.skip + region.num_columns]
@@ -127,6 +129,9 @@ class GGUFWeights:
             values = self._logarithms(source.name, values)
         target.copy_(values if order is None else values[torch.from_numpy(order).to(target.device)])
         return region.num_bytes
+
+    def _not_finite(self, name: str) -> str:
+        return f"{self.path}: corrupt: tensor {name} has a scale that is not finite"
 
     def _logarithms(self, name: str, values: Tensor) -> Tensor:
         """Return the numbers of which the file has minus the exponentials."""
@@ -141,7 +146,7 @@ class GGUFWeights:
             raise ModelLoadError(
                 f"{self.path}: tensor {name} has the type {found.name}, {form.name} was loaded"
             )
-        message = f"{self.path}: corrupt: tensor {name} has a scale that is not finite"
+        message = self._not_finite(name)
         if piece.columns is not None:
             block_size, block_bytes = GGML_QUANT_SIZES[found]
             wanted = piece.columns[::block_size] // block_size

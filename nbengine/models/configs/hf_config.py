@@ -143,12 +143,13 @@ def vocab_size(hf: Mapping[str, Any]) -> int:
     return positive(hf, "vocab_size")
 
 
-def eos_token_ids(directory: str, hf: Mapping[str, Any]) -> list[int]:
+def eos_token_ids(directory: str, hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end a text, the primary one first; empty where the model names none.
 
-    They are taken from generation_config.json, else from `hf`, else from the tokenizer's files.
+    They are taken from `overrides` of the configuration, else from generation_config.json, else from `hf`, else from the
+    tokenizer's files.
     """
-    for source in (load_generation_config(directory), hf):
+    for source in (overrides, load_generation_config(directory), hf):
         stated = source.get("eos_token_id")
         if stated is not None:
             return _token_list(stated)

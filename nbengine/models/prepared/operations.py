@@ -346,10 +346,12 @@ class StepOperations(InputOperations):
 
 
 def is_gated_at_once(mlp: DecoderMLP) -> bool:
-    """Return whether gate and other projection are one product with quantised weights, whose outcome is gated where it
-    is made."""
+    """Return whether gate and other projection are one product with quantised weights, whose outcome is gated and rounded
+    where it is made: so the weights that it meets next are quantised, too."""
     runs = mlp.gate_up_proj.runs
-    return len(runs) == 1 and mlp.gate_up_proj.bias is None and isinstance(runs[0][1], PackedWeight)
+    weights = [weight for _, weight in runs] + [mlp.down_proj.weight]
+    is_one = len(runs) == 1 and mlp.gate_up_proj.bias is None
+    return is_one and all(isinstance(weight, PackedWeight) for weight in weights)
 
 
 def weights_of(merged: MergedLinear) -> list[Weight]:

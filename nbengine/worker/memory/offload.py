@@ -55,8 +55,9 @@ class WeightsOffload:
         """
         for storage, num_bytes in zip(self._storages, self._sizes, strict=True):
             if is_region(storage):
-                # A reading that has failed may have written there.
-                give_up_pages(storage)
+                if self._is_lost:
+                    # A reading that has failed may have written there.
+                    give_up_pages(storage)
                 continue
             storage.resize_(num_bytes)
             if storage.device.type == "cpu":

@@ -135,8 +135,12 @@ def test_the_engines_template_wins_over_the_models_and_a_calls_over_both(without
     assert render_chat(tokenizer, USER, tools=[TOOL])["prompt"] == "the engine"
     assert render_chat(tokenizer, USER, chat_template="{{ 'mine' }}")["prompt"] == "mine"
     assert render_chat(tokenizer, USER, chat_template="rag")["prompt"] == "with documents"
+    with pytest.raises(InvalidArgumentError, match=r"'tool_us'.*one of this model's: default, rag, tool_use"):
+        render_chat(tokenizer, USER, chat_template="tool_us")
     (without_template / "chat_template.json").unlink()
     assert not has_chat_template(loaded(without_template))
+    with pytest.raises(InvalidArgumentError, match=r"a template's text, which has \{\{ or \{%"):
+        render_chat(loaded(without_template), USER, chat_template="tool_use")
     only = loaded(without_template, chat_template="{{ 'the engine' }}")
     assert has_chat_template(only)
     assert render_chat(only, USER)["prompt"] == "the engine"

@@ -114,6 +114,18 @@ def test_scales_that_are_missing_or_do_not_fit_are_refused(checkpoint: tuple[Pat
         load(directory)
 
 
+def test_a_scale_that_is_not_finite_is_named(checkpoint: tuple[Path, Any], load: Any) -> None:
+    directory, _ = checkpoint
+    change(
+        directory,
+        lambda weights: weights["model.layers.1.self_attn.o_proj.weight_scale_inv"].fill_(torch.nan),
+    )
+    with pytest.raises(
+        ModelLoadError, match=r"layers\.1\.self_attn\.o_proj\.weight or its scales have a number"
+    ):
+        load(directory)
+
+
 @pytest.mark.parametrize("block", [None, [128], [0, 128], "128"])
 def test_other_kinds_of_scales_are_refused(checkpoint: tuple[Path, Any], load: Any, block: object) -> None:
     directory, _ = checkpoint

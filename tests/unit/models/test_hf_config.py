@@ -175,19 +175,20 @@ def test_sizes_that_are_missing_are_named() -> None:
 def test_end_tokens_come_from_the_first_source_that_states_them(tmp_path: Path) -> None:
     directory = str(tmp_path)
     assert load_generation_config(directory) == {}
-    assert eos_token_ids(directory, {}) == []
+    assert eos_token_ids(directory, {}, {}) == []
     write(tmp_path, "tokenizer.json", {"added_tokens": [{"id": 5, "content": "</s>"}]})
     write(tmp_path, "tokenizer_config.json", {"eos_token": {"content": "</s>"}})
-    assert eos_token_ids(directory, {}) == [5]
-    assert eos_token_ids(directory, {"eos_token_id": 6}) == [6]
+    assert eos_token_ids(directory, {}, {}) == [5]
+    assert eos_token_ids(directory, {"eos_token_id": 6}, {}) == [6]
     write(tmp_path, "generation_config.json", {"eos_token_id": [8, 7, 8]})
-    assert eos_token_ids(directory, {"eos_token_id": 6}) == [8, 7]
+    assert eos_token_ids(directory, {"eos_token_id": 6}, {}) == [8, 7]
+    assert eos_token_ids(directory, {"eos_token_id": 9}, {"eos_token_id": 9}) == [9]
 
 
 @pytest.mark.parametrize("stated", ["</s>", -1, [1, None], True])
 def test_end_tokens_that_are_no_ids_are_refused(stated: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="eos_token_id must be"):
-        eos_token_ids(str(tmp_path), {"eos_token_id": stated})
+        eos_token_ids(str(tmp_path), {"eos_token_id": stated}, {})
 
 
 LLAMA = {

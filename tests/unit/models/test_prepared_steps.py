@@ -73,6 +73,7 @@ MODELS: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     ),
     "values of 16 bits": ("Llama", Kind.Q8_0, {"head_dim": 32, "mlp_bias": True, "dense": "v_proj"}),
     "outputs of blocks of 16 bits": ("Llama", Kind.Q4_1, {"head_dim": 32, "dense": "o_proj"}),
+    "outputs of gates of 16 bits": ("Llama", Kind.Q4_0, {"head_dim": 32, "dense": "down_proj"}),
     "gates of 16 bits": ("Llama", Kind.Q4_0, {"head_dim": 32, "dense": "gate_proj"}),
     "experts": ("Qwen3Moe", Kind.Q4_1, {**EXPERTS, "dense": "mlp.gate."}),
     "experts and a quantised router": ("Qwen3Moe", Kind.Q8_0, {**EXPERTS, "norm_topk_prob": False}),

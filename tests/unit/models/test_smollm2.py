@@ -111,7 +111,7 @@ def test_the_prepared_tokenizer_loads_as_auto_tokenizer_too(
 def test_the_configuration_says_what_the_file_says(resolved: ModelConfig) -> None:
     hf = load_hf_config(resolved)
     assert (vocab_size(hf), max_model_len_of(hf)) == (49152, 8192)
-    assert eos_token_ids(resolved.directory, hf) == [2]
+    assert eos_token_ids(resolved.directory, hf, {}) == [2]
     # The file advises nothing; the alias does.
     advised = load_generation_config(resolved.directory)
     assert {name: advised[name] for name in SMOLLM2_SAMPLING} == SMOLLM2_SAMPLING

@@ -94,7 +94,7 @@ def test_every_text_survives_the_tokenizer(directory: str) -> None:
     assert len(tokenizer) == 258
     assert tokenizer.encode("<|bos|>é<|eos|>")[0] == 256
     hf = load_hf_config(ModelConfig("random-tiny", directory=directory))
-    assert eos_token_ids(directory, hf) == [tokenizer.eos_token_id] == [257]
+    assert eos_token_ids(directory, hf, {}) == [tokenizer.eos_token_id] == [257]
 
 
 def test_the_chat_template_marks_the_turns(directory: str) -> None:

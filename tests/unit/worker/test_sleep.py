@@ -10,6 +10,7 @@ import torch
 
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError, ModelLoadError
+from nbengine.models.layers.regions import Region
 from nbengine.scheduler.output import CachedRequestData, SchedulerOutput
 from nbengine.worker.memory import budget as budget_module
 from nbengine.worker.memory.offload import WeightsOffload
@@ -111,6 +112,15 @@ def test_weights_on_the_host_come_back_from_there() -> None:
     offload.move_to_host()
     offload.drop()
     assert not offload.restore()
+
+
+def test_weights_that_have_stayed_are_left_alone() -> None:
+    region = Region(8192)
+    region.tensor.fill_(7)
+    offload = WeightsOffload([region.tensor])
+    assert offload.num_missing_bytes == 0
+    assert offload.restore()
+    assert region.tensor.eq(7).all()
 
 
 @pytest.mark.gpu
