@@ -181,7 +181,7 @@ def test_a_prompt_says_how_its_answer_is_to_be_read(chats: Chats) -> None:
 def test_a_plain_template_leaves_the_prompt_as_it_is(chats: Chats) -> None:
     prompt = chats.render_chat(QUESTION, chat_template="{{ messages[0].content }}", tools=[NOW])
     assert set(prompt) == {"prompt", "prompt_token_ids"}
-    named = chats.render_chat(QUESTION, chat_template="plain", tools=[NOW], tool_parser="mistral")
+    named = chats.render_chat(QUESTION, chat_template="{{ 'plain' }}", tools=[NOW], tool_parser="mistral")
     found = answer_of(named)
     assert found is not None
     assert found.format.tools == "mistral"
