@@ -19,7 +19,7 @@ export class TrendChart {
     const attributes = { tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-label": `${title}. ${TREND_KEYS}` };
     this.surface = new Surface(trends.app.page, attributes, () => trends.app.loop.invalidate(trends));
     this.pointer = new Pointer(trends.app, this.surface, (x) => this.pointed(x));
-    this.cursor = new KeyCursor(this.pointer, () => this.places(), (x) => this.goTo(x));
+    this.cursor = new KeyCursor(this.pointer, () => this.places(), { pressed: (x) => this.goTo(x) });
     this.listen();
     const marks = curves.length > 1 ? [legend(...[...curves].reverse().map(([, , name]) => [MARKS[name], name]))] : [];
     this.node = element("div", { class: "nbe-trend-chart" }, element("h4", {}, title), ...marks, this.surface.stage);
