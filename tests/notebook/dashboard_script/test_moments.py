@@ -630,6 +630,42 @@ def test_all_that_is_kept_follows_who_scrubs_an_hour(open_page: OpenPage) -> Non
     assert page.page.get_by_role("button", name="Pause").is_visible()
 
 
+def test_a_chart_is_not_pressed_by_a_finger_that_scrolls_nor_at_its_labels(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    page.deliver(at(frame(steps=[timed(1, -500.0)]), 0.0))
+    page.page.get_by_role("button", name="The last hour").click()
+    page.deliver(history_answer())
+    chart = page.page.locator(".nbe-trend-chart canvas").first
+    assert chart.evaluate("(node) => getComputedStyle(node).touchAction") == "pan-y"
+    box = chart.bounding_box()
+    assert box is not None
+    x, y, width = box["x"] + 52, box["y"] + 40, box["width"] - 54
+    session = page.page.context.new_cdp_session(page.page)
+
+    def touch(kind: str, *places: tuple[float, float]) -> str:
+        """Move a finger, and return the position of the slider, which is at 4 while all is live."""
+        points = [{"x": x + part * width, "y": y + down} for part, down in places]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        page.settle()
+        return page.page.locator(".nbe-scrubber").input_value()
+
+    assert touch("touchStart", (0.3, 0)) == "4"
+    assert touch("touchCancel") == "4"
+    # It goes there once it moves sideways or is lifted.
+    assert touch("touchStart", (0.3, 0)) == "4"
+    assert touch("touchMove", (0.6, 4)) == "2"
+    assert touch("touchMove", (0.4, 40)) == "1"
+    assert touch("touchEnd") == "1"
+    assert touch("touchStart", (0.9, 0)) == "1"
+    assert touch("touchEnd") == "3"
+    session.detach()
+    page.page.get_by_role("button", name="Show what is now").click()
+    chart.click(position={"x": 10, "y": 40})
+    page.settle()
+    assert page.page.locator(".nbe-scrubber").input_value() == "4"
+
+
 def test_a_time_that_is_not_known_after_a_reload_is_left(open_page: OpenPage) -> None:
     page = open_page()
     page.mount(view={"paused_at": START - 3000})

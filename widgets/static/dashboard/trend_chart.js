@@ -25,18 +25,34 @@ export class TrendChart {
     this.node = element("div", { class: "nbe-trend-chart" }, element("h4", {}, title), ...marks, this.surface.stage);
   }
 
-  // A press goes to the time that is there, and so does the pointer as long as it is down.
+  // A press goes to the time that is there, and so does the pointer as long as it is down. A finger may be about to scroll
+  // the page: it goes there once it moves sideways, or is lifted.
   listen() {
     const { canvas } = this.surface;
     let isDown = false;
+    let touched = null; // where a finger has come down that may scroll the page
+    const follow = (event) => {
+      touched = null;
+      this.goTo(this.surface.place(event)[0]);
+    };
     canvas.addEventListener("pointerdown", (event) => {
-      if (event.button !== 0) return;
+      if (event.button !== 0 || this.surface.place(event)[0] < TREND_LEFT) return;
       isDown = true;
       canvas.setPointerCapture(event.pointerId);
-      this.goTo(this.surface.place(event)[0]);
+      if (event.pointerType === "touch") touched = [event.clientX, event.clientY];
+      else follow(event);
     });
-    canvas.addEventListener("pointermove", (event) => isDown && this.goTo(this.surface.place(event)[0]));
-    for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => (isDown = false));
+    canvas.addEventListener("pointermove", (event) => {
+      if (isDown && (!touched || Math.abs(event.clientX - touched[0]) > Math.abs(event.clientY - touched[1]))) follow(event);
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      if (touched) follow(event);
+      isDown = false;
+    });
+    canvas.addEventListener("pointercancel", () => {
+      isDown = false;
+      touched = null;
+    });
   }
 
   goTo(x) {
