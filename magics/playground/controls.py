@@ -33,6 +33,13 @@ _PENALTIES = {
     "repetition_penalty": "above 1 tokens of prompt and answer become less likely, below 1 likelier",
 }
 """Parameters that have no flag of their own: a line says them with `--set`."""
+_FIELD_HELP = {
+    "json": "answer in JSON that follows a schema: JSON, a file, or the name of a variable (a dict or a "
+    'class); {"type": "object"} is any JSON object',
+}
+"""The help of flags whose own speaks of a line: of quotes around JSON, and of the flag without a value."""
+_AS_TYPED = ("regex",)
+"""Settings in which spaces at the ends count."""
 _KINDS = {"float": "number", "int": "integer"}
 # Shades and branches of tokens are a widget of their own, in the output of a cell.
 _NOT_HERE = ("help", "logprobs")
@@ -57,10 +64,11 @@ def words_of(settings: Mapping[str, str]) -> list[str]:
     """Return the words of a line that say these settings; empty ones say nothing."""
     words = []
     for setting in _settings():
-        text = settings.get(setting.name, "").strip()
+        text = settings.get(setting.name, "")
         for value in text.splitlines() if setting.kind == "lines" else [text]:
             if value.strip():
-                words.append(f"{setting.words}{value.strip()}")
+                said = value if setting.name in _AS_TYPED else value.strip()
+                words.append(f"{setting.words}{said}")
     return words
 
 
@@ -77,7 +85,8 @@ def _settings() -> Iterator[_Setting]:
             # A later word wins: what is typed into the field of --set holds, as in a line.
             for name, text in _PENALTIES.items():
                 yield _Setting(name, name, text, "number", f"{flag}={name}=")
-        yield _Setting(action.dest, flag, action.help or "", _kind(action), f"{flag}=")
+        told = _FIELD_HELP.get(action.dest, action.help or "")
+        yield _Setting(action.dest, flag, told, _kind(action), f"{flag}=")
 
 
 def _control(setting: _Setting) -> dict[str, Any]:

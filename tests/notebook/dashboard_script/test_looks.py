@@ -106,6 +106,6 @@ def test_little_and_much_can_be_read_in_every_width_and_theme(
             if make is few:
                 page.page.get_by_role("button", name="The last hour").click()
                 page.deliver(kept_hour(end))
-                page.page.locator(".nbe-scrubber").fill("600")
+                page.page.locator(".nbe-scrubber").fill("60")
                 assert_whole(page, f"hour-{width}-{name}")
                 page.page.get_by_role("button", name="Steps, requests and blocks").click()

@@ -519,7 +519,7 @@ def test_all_that_is_kept_follows_who_scrubs_an_hour(open_page: OpenPage) -> Non
     page.mount(view={"axis": "steps"})
     words = [word(1, False, 0)] * 10 + [word(0)] * 90
     first = frame(
-        steps=[timed(1, -500.0), timed(2, -1.0)], requests=[request(0)], words=words, num_blocks=100
+        steps=[timed(1, -450.0), timed(2, -1.0)], requests=[request(0)], words=words, num_blocks=100
     )
     page.deliver(at(first, 0.0))
     page.page.get_by_role("button", name="The last hour").click()
@@ -528,8 +528,8 @@ def test_all_that_is_kept_follows_who_scrubs_an_hour(open_page: OpenPage) -> Non
     live = page.page.locator(".nbe-live:visible")
     assert page.text(said).startswith("Press or drag on a chart")
 
-    def scrub(seconds: float) -> None:
-        page.page.locator(slider).fill(str(seconds))
+    def scrub(slices: int) -> None:
+        page.page.locator(slider).fill(str(slices))
         page.settle()
 
     def crosses() -> list[float]:
@@ -541,7 +541,7 @@ def test_all_that_is_kept_follows_who_scrubs_an_hour(open_page: OpenPage) -> Non
     # was does not matter.
     page.page.focus(TIMELINE)
     page.page.keyboard.press("Home")
-    scrub(600)
+    scrub(0)
     assert re.match(r"as of \d\d:\d\d:\d\d, over 15 min 0 s$", page.text(moment))
     labels = ("tokens in", "tokens out", "first token", "between", "memory", "KV blocks", "prefix hits")
     values = ["15/s", "10/s", "100 ms", "10.0 ms", "–", "10 % of 100", "25 %"]
@@ -560,7 +560,7 @@ def test_all_that_is_kept_follows_who_scrubs_an_hour(open_page: OpenPage) -> Non
     assert page.text(".nbe-scheduler .nbe-now") == "not kept"
     assert page.text(".nbe-timeline .nbe-place").startswith("no steps of ")
     assert page.page.get_by_label("Show steps, each").is_visible()
-    assert crosses() == [pytest.approx(600 / 3600, abs=0.01)] * 6
+    assert crosses() == [pytest.approx(450 / 3600, abs=0.01)] * 6
     width = float(page.page.evaluate(f"document.querySelector('{TIMELINE}').clientWidth"))
     assert hover(page, TIMELINE, width - 3, AXIS + 60).split("\n")[1:] == [
         "the steps of this time are not kept"
@@ -571,18 +571,19 @@ def test_all_that_is_kept_follows_who_scrubs_an_hour(open_page: OpenPage) -> Non
     shown = page.text(moment)
     page.deliver(at(frame(2, reset=False, steps=[timed(3, 4.0)], num_blocks=100), 5.0))
     assert (page.text(moment), tile(page, "tokens out")) == (shown, "10/s")
-    scrub(2000)
+    scrub(2)
     assert (page.text(moment), tile(page, "tokens out")) == ("figures: live", "412/s")
     assert page.text(said).startswith("The figures, steps, blocks and requests of ")
-    # Steps that are kept are shown, and the course of a tile ends where nothing is known.
-    scrub(3200)
+    # Steps that are kept are shown, on the axis that was left, and the course of a tile ends where nothing is known.
+    scrub(3)
+    assert page.page.get_by_label("Show time").is_visible()
     assert tile(page, "tokens out") == "40/s"
     assert page.text(said).startswith("The blocks and requests of ")
     assert page.text(".nbe-timeline .nbe-place").startswith("step 1 · ")
     trend = ".nbe-tile:nth-child(2) .nbe-trend canvas"
     narrow = float(page.page.evaluate(f"document.querySelector('{trend}').clientWidth"))
     lines = [
-        max(page.pixel(trend, 1 + seconds / 2750 * (narrow - 2), y)[3] for y in range(18))
+        max(page.pixel(trend, 1 + seconds / 2700 * (narrow - 2), y)[3] for y in range(18))
         for seconds in (450, 1800)
     ]
     assert lines[0] > 20
@@ -600,13 +601,86 @@ def test_all_that_is_kept_follows_who_scrubs_an_hour(open_page: OpenPage) -> Non
     page.page.mouse.up()
     page.page.mouse.move(0, 0)
     assert crosses() == [pytest.approx(0.3, abs=0.01)] * 6
+    # The line is there again once the keyboard's cursor has gone.
+    page.page.focus(".nbe-trend-chart canvas")
+    page.page.keyboard.press("ArrowRight")
+    assert crosses() == [pytest.approx(0.125, abs=0.01)] * 6
+    page.page.keyboard.press("Escape")
+    assert crosses() == [pytest.approx(0.3, abs=0.01)] * 6
     page.page.get_by_role("button", name="Show what is now").click()
     page.settle()
     assert page.page.locator(moment).is_hidden()
-    assert page.page.locator(slider).input_value() == "3600"
+    assert page.page.locator(slider).input_value() == "4"
+    # One starts on the chosen axis again, and a key leads to the figures before.
+    assert page.page.get_by_label("Show time").is_visible()
+    page.page.focus(slider)
+    page.page.keyboard.press("ArrowLeft")
+    page.settle()
+    assert crosses() == [pytest.approx(3150 / 3600, abs=0.01)] * 6
+    # A model without blocks has slots, and an engine core that is not known any more counts as none.
+    slots = frame(3, reset=False, num_blocks=0, num_state_slots=9, num_free_state_slots=9)
+    page.deliver(at(slots, 6.0))
+    page.deliver(history_answer(ranks=2))
+    scrub(1)
+    assert tile(page, "KV blocks").replace("\n", "") == "20 % of 9"
     # Without the history there is no way to a time whose steps are not kept.
-    scrub(600)
     page.page.get_by_role("button", name="Steps, requests and blocks").click()
     page.settle()
     assert page.page.locator(moment).is_hidden()
     assert page.page.get_by_role("button", name="Pause").is_visible()
+
+
+def test_a_chart_is_not_pressed_by_a_finger_that_scrolls_nor_at_its_labels(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    page.deliver(at(frame(steps=[timed(1, -500.0)]), 0.0))
+    page.page.get_by_role("button", name="The last hour").click()
+    page.deliver(history_answer())
+    chart = page.page.locator(".nbe-trend-chart canvas").first
+    assert chart.evaluate("(node) => getComputedStyle(node).touchAction") == "pan-y"
+    box = chart.bounding_box()
+    assert box is not None
+    x, y, width = box["x"] + 52, box["y"] + 40, box["width"] - 54
+    session = page.page.context.new_cdp_session(page.page)
+
+    def touch(kind: str, *places: tuple[float, float]) -> str:
+        """Move a finger, and return the position of the slider, which is at 4 while all is live."""
+        points = [{"x": x + part * width, "y": y + down} for part, down in places]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        page.settle()
+        return page.page.locator(".nbe-scrubber").input_value()
+
+    assert touch("touchStart", (0.3, 0)) == "4"
+    assert touch("touchCancel") == "4"
+    # It goes there once it moves sideways or is lifted.
+    assert touch("touchStart", (0.3, 0)) == "4"
+    assert touch("touchMove", (0.6, 4)) == "2"
+    assert touch("touchMove", (0.4, 40)) == "1"
+    assert touch("touchEnd") == "1"
+    assert touch("touchStart", (0.9, 0)) == "1"
+    assert touch("touchEnd") == "3"
+    session.detach()
+    page.page.get_by_role("button", name="Show what is now").click()
+    chart.click(position={"x": 10, "y": 40})
+    page.settle()
+    assert page.page.locator(".nbe-scrubber").input_value() == "4"
+
+
+def test_a_time_that_is_not_known_after_a_reload_is_left(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount(view={"paused_at": START - 3000})
+    steps = [timed(number, number / 2) for number in range(1, 9)]
+    page.deliver(at(frame(steps=steps), 5.0))
+    expect(page.page.get_by_role("button", name="Pause")).to_be_visible()
+    assert page.page.locator(".nbe-moment").is_hidden()
+    # A saved state has the latest steps alone: the kernel may know more.
+    page.page.evaluate("cleanups[0]()")
+    saved, _ = at(frame(steps=steps[4:]), 5.0)
+    page.mount(view={"paused_at": START + 1.6}, snapshot=saved | {"buffers": []})
+    page.deliver(at(frame(steps=steps), 6.0), model=1)
+    assert page.text(".nbe-place").startswith("step 3 · ")
+    # Nor is a time left whose figures this page has seen.
+    page.deliver(at(frame(2, reset=False, steps=[timed(9, 6.5), timed(10, 7.5)]), 8.0), model=1)
+    page.page.locator(".nbe-slider").fill("9")
+    page.deliver(at(frame(steps=[timed(20, 9.0)]), 9.5), model=1)
+    assert page.text(".nbe-moment").startswith("as of ")

@@ -106,6 +106,14 @@ def test_what_is_typed_behind_set_holds_before_a_slider() -> None:
     assert sampling == {"presence_penalty": 1.5, "min_tokens": 2}
 
 
+def test_a_field_says_how_it_asks_for_any_json_object_and_keeps_the_spaces_of_a_regular_expression() -> None:
+    (told,) = [control["help"] for control in controls() if control["name"] == "json"]
+    assert told.endswith(' {"type": "object"} is any JSON object')
+    assert words_of({"json": ' {"type": "object"} '}) == ['--json={"type": "object"}']
+    assert words_of({"regex": " a+ ", "temperature": " 0.5 "}) == ["--temperature=0.5", "--regex= a+ "]
+    assert words_of({"regex": "  "}) == []
+
+
 def test_a_new_flag_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from nbengine.magics.playground import controls as module
 
@@ -258,17 +266,19 @@ async def test_the_form_of_an_answer_is_a_setting_like_any_other(
     playground, widget = played
     monkeypatch.setattr(shell, "set_next_input", lambda _: None)
     shell.user_ns["City"] = {"type": "object"}
-    for settings in ({"json": "City"}, {"choice": "yes, no"}):
+    for settings in ({"json": "City"}, {"json": '{"type": "object"}'}, {"choice": "yes, no"}):
         for kind in ("run", "cell", "python"):
             playground.receive({"kind": kind, "side": 0, "state": state("Is it?", **settings)})
         await until(lambda: not widget.of("side")[-1]["running"])
     asked = [params.structured_outputs for _, params in engine.requests]
     assert asked == [
         StructuredOutputsParams(json={"type": "object"}),
+        StructuredOutputsParams(json='{"type": "object"}'),
         StructuredOutputsParams(choice=["yes", "no"]),
     ]
     cells = [frame["text"] for frame in widget.of("code") if frame["what"] == "cell"]
-    assert cells == ["%%generate --json=City\nIs it?", "%%generate '--choice=yes, no'\nIs it?"]
+    flags = ["--json=City", """'--json={"type": "object"}'""", "'--choice=yes, no'"]
+    assert cells == [f"%%generate {each}\nIs it?" for each in flags]
     for frame, constraint in zip([f for f in widget.of("code") if f["what"] == "python"], asked, strict=True):
         given: dict[str, Any] = {}
         exec(frame["text"].partition("with LLM")[0], given)  # noqa: S102 (the script is what is tested)

@@ -4,7 +4,7 @@ const LEAST_COURSE_SECONDS = 300;
 const COURSE_SLICES = 30;
 
 export class Kept {
-  // `answer` is the kernel's (widgets/dashboard/past.py); `numBlocksOf(rank)` are the blocks of an engine core.
+  // `answer` is the kernel's (widgets/dashboard/past.py); `numBlocksOf(rank)` are the blocks of an engine core, or its slots.
   constructor({ begin, end, ranks }, numBlocksOf) {
     Object.assign(this, { begin, end, ranks, numBlocksOf });
     this.seconds = ranks[0].seconds; // of a slice

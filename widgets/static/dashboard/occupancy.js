@@ -22,7 +22,7 @@ export class Occupancy {
     this.course.stage.classList.add("nbe-course");
     this.pieces = []; // [from, to, lines] in pixels, of the bar
     this.barPointer = new Pointer(app, this.bar, (x) => this.pieceAt(x));
-    this.barCursor = new KeyCursor(this.barPointer, () => this.places());
+    this.barCursor = new KeyCursor(this.barPointer, () => this.places(), { mark: (x) => this.bar.cross(x) });
     this.pointer = new Pointer(app, this.course, (x) => this.pointed(x));
     this.nodes = [this.bar.stage, this.course.stage];
   }

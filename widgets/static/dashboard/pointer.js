@@ -49,9 +49,10 @@ export class Pointer {
 // The keyboard's cursor on a panel whose parts lie side by side: arrow keys move it from part to part.
 export class KeyCursor {
   // `places()` has the middle of each part on the canvas, from left to right, of which the panel's pointer knows what is there;
-  // `pressed(x)` is called with Enter.
-  constructor(pointer, places, pressed = null) {
-    Object.assign(this, { pointer, places, pressed });
+  // `pressed(x)` is called with Enter. A panel whose parts have no time, so that the crosshair of all panels does not mark
+  // them, marks them itself: `mark(x)` puts its line at a place, or takes it away (null).
+  constructor(pointer, places, { pressed = null, mark = null }) {
+    Object.assign(this, { pointer, places, pressed, mark });
     this.at = null; // the part's place in the row
     const { canvas } = pointer.surface;
     canvas.addEventListener("keydown", (event) => this.key(event));
@@ -83,7 +84,7 @@ export class KeyCursor {
     const x = this.places()[this.at];
     const { time, lines } = x === undefined ? { time: null, lines: null } : this.pointer.pointed(x, 0);
     app.setCross(time);
-    surface.cross(lines ? x : null);
+    this.mark?.(lines ? x : null);
     if (lines) app.tooltip.show(this, ...surface.inWindow(x, surface.height), lines);
     else app.tooltip.hide(this);
     return lines;
@@ -99,6 +100,6 @@ export class KeyCursor {
     this.at = null;
     this.pointer.app.tooltip.hide(this);
     this.pointer.app.setCross(null);
-    this.pointer.surface.cross(null);
+    this.mark?.(null);
   }
 }

@@ -19,24 +19,40 @@ export class TrendChart {
     const attributes = { tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-label": `${title}. ${TREND_KEYS}` };
     this.surface = new Surface(trends.app.page, attributes, () => trends.app.loop.invalidate(trends));
     this.pointer = new Pointer(trends.app, this.surface, (x) => this.pointed(x));
-    this.cursor = new KeyCursor(this.pointer, () => this.places(), (x) => this.goTo(x));
+    this.cursor = new KeyCursor(this.pointer, () => this.places(), { pressed: (x) => this.goTo(x) });
     this.listen();
     const marks = curves.length > 1 ? [legend(...[...curves].reverse().map(([, , name]) => [MARKS[name], name]))] : [];
     this.node = element("div", { class: "nbe-trend-chart" }, element("h4", {}, title), ...marks, this.surface.stage);
   }
 
-  // A press goes to the time that is there, and so does the pointer as long as it is down.
+  // A press goes to the time that is there, and so does the pointer as long as it is down. A finger may be about to scroll
+  // the page: it goes there once it moves sideways, or is lifted.
   listen() {
     const { canvas } = this.surface;
     let isDown = false;
+    let touched = null; // where a finger has come down that may scroll the page
+    const follow = (event) => {
+      touched = null;
+      this.goTo(this.surface.place(event)[0]);
+    };
     canvas.addEventListener("pointerdown", (event) => {
-      if (event.button !== 0) return;
+      if (event.button !== 0 || this.surface.place(event)[0] < TREND_LEFT) return;
       isDown = true;
       canvas.setPointerCapture(event.pointerId);
-      this.goTo(this.surface.place(event)[0]);
+      if (event.pointerType === "touch") touched = [event.clientX, event.clientY];
+      else follow(event);
     });
-    canvas.addEventListener("pointermove", (event) => isDown && this.goTo(this.surface.place(event)[0]));
-    for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => (isDown = false));
+    canvas.addEventListener("pointermove", (event) => {
+      if (isDown && (!touched || Math.abs(event.clientX - touched[0]) > Math.abs(event.clientY - touched[1]))) follow(event);
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      if (touched) follow(event);
+      isDown = false;
+    });
+    canvas.addEventListener("pointercancel", () => {
+      isDown = false;
+      touched = null;
+    });
   }
 
   goTo(x) {

@@ -103,10 +103,17 @@ export class Trends {
     // An engine that has ended keeps no history: what came before stays.
     if (answer.error === null || this.answer === null) this.answer = answer;
     if (answer.error === null) {
-      this.kept = new Kept(answer, (rank) => this.app.store.ranks.get(rank)?.info.num_blocks ?? NaN);
+      this.kept = new Kept(answer, (rank) => this.numBlocksOf(rank));
       this.app.view.reachBackTo(answer.begin);
     }
     this.app.loop.invalidate(this, this.app.header);
+  }
+
+  // Return the blocks of an engine core, none where it is not known any more: its part counts neither as used nor as there.
+  // A model whose layers all keep a state has slots in place of blocks.
+  numBlocksOf(rank) {
+    const info = this.app.store.ranks.get(rank)?.info;
+    return info ? info.num_blocks || info.num_state_slots : 0;
   }
 
   // Let everything show a time, as far as it is kept, and say what is not.
@@ -118,7 +125,7 @@ export class Trends {
   slide() {
     const value = Number(this.slider.value);
     if (value >= Number(this.slider.max)) this.app.view.goLive();
-    else this.app.view.moveToTime(this.answer.begin + value);
+    else this.app.view.moveToTime(this.answer.begin + (value + 0.5) * this.shown.seconds);
   }
 
   // Return what is not kept of the moment that is shown.
@@ -171,11 +178,12 @@ export class Trends {
   }
 
   drawTools() {
-    const { begin, end } = this.answer;
     const { time } = this.app.view;
-    const seconds = Math.max(1, Math.floor(end - begin));
-    const value = String(time === null ? seconds : Math.round(clamp(time - begin, 0, seconds)));
-    setAttribute(this.slider, "max", seconds);
+    // The slider counts slices, and goes to the middle of one: a key leads to the next figures, also in a day.
+    const { seconds, gap } = this.shown;
+    const slice = Math.floor(((time ?? Infinity) - this.answer.begin) / seconds);
+    const value = String(clamp(slice, 0, gap.length));
+    setAttribute(this.slider, "max", gap.length);
     if (this.slider.value !== value) this.slider.value = value;
     const words = this.words();
     setAttribute(this.slider, "aria-valuetext", time === null ? "now" : words);

@@ -15,7 +15,8 @@ export class View {
     this.store = store;
     this.changed = changed;
     this.rank = null;
-    this.axis = "time";
+    this.axis = "time"; // the chosen one
+    this.isBeforeSteps = false; // a time was gone to that only the axis of seconds has: its steps are not kept
     this.isLive = true;
     this.right = 0; // the place at the right edge, where it is not live
     this.stepScale = LIVE_SCALE;
@@ -46,7 +47,7 @@ export class View {
   }
 
   get isTime() {
-    return this.axis === "time";
+    return this.axis === "time" || this.isBeforeSteps;
   }
 
   // Return the seconds of the window.
@@ -170,9 +171,20 @@ export class View {
       this.cursor = null;
       this.isSeeking = !this.isLive;
     }
-    if (this.isSeeking) this.seek();
+    if (this.isSeeking) {
+      this.seek();
+      if (this.isForgotten) this.goLive();
+    }
     if (!this.isLive) this.right = this.limited(this.right);
     if (this.cursor !== null && this.cursor < history.begin) this.cursor = null;
+  }
+
+  // Return whether nothing is known of the time at which it was paused: one of the host's history is not, once the page has
+  // been loaded again. A saved state, which has no number, does not tell: it has the latest steps alone.
+  get isForgotten() {
+    const { store, pausedTime } = this;
+    const isKnown = this.hasSteps(pausedTime) || this.keptSince !== null || store.samples.at(pausedTime) !== null;
+    return !this.isSeeking && store.seq !== null && !isKnown;
   }
 
   // Go back to the time at which it was paused; a long history comes in several frames.
@@ -198,9 +210,10 @@ export class View {
 
   // Take the other axis; what is paused stays at its time.
   measure(axis) {
-    if (axis === this.axis) return;
+    if (axis === this.axis && !this.isBeforeSteps) return;
     const last = this.history ? this.range[1] - 1 : -1;
     this.axis = axis;
+    this.isBeforeSteps = false;
     if (!this.isLive && this.history?.end > this.history?.begin) this.moveToStep(Math.max(last, this.history.begin));
     this.keep();
   }
@@ -212,6 +225,7 @@ export class View {
 
   goLive() {
     this.isLive = true;
+    this.isBeforeSteps = false;
     this.isSeeking = false;
     this.pausedTime = null;
     this.cursor = null;
@@ -245,10 +259,10 @@ export class View {
     this.moveTo(this.lastOf(ordinal));
   }
 
-  // Go to a time. One whose steps are not kept has a place on the axis of seconds alone.
+  // Go to a time. One whose steps are not kept has a place on the axis of seconds alone, which is left again after it.
   moveToTime(time) {
     if (!this.history) return;
-    if (!this.hasSteps(time)) this.axis = "time";
+    this.isBeforeSteps = !this.hasSteps(time);
     if (this.isTime) this.scrubTo(time);
     else this.scrubTo(this.lastOf(Math.max(this.history.begin, this.history.ordinalAt(time) - 1)));
   }
