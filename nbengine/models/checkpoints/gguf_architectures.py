@@ -99,6 +99,11 @@ def _llama4(header: GGUFHeader) -> Entries:
     }
 
 
+def _qwen2moe(header: GGUFHeader) -> Entries:
+    # All layers have the window that a file states; for this class config.json can say so by their types alone.
+    return {"layer_types": [_SLIDING] * header.num_layers} if window_of(header) else {}
+
+
 def _gemma(header: GGUFHeader) -> Entries:  # noqa: ARG001 - all files are alike
     return dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
 
@@ -213,7 +218,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", _mistral3, permuted=True),
     "llama4": Architecture("llama4_text", "Llama4ForCausalLM", _llama4, may_have_experts=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", may_have_experts=True),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2moe, may_have_experts=True),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", may_have_experts=True),
     "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM"),

@@ -98,11 +98,7 @@ def load_decoder(
         ModelLoadError: files and configuration do not fit together, a file is corrupt, or memory is short.
     """
     report("reading the weights' headers", 0.0)
-    weights = open_weights(paths, config)
-    sketch = _sketch(lambda: _whole_decoder(config, dtype))
-    _compare(sketch, weights, paths[0])
-    _check_tied(sketch, weights, paths[0])
-
+    weights = _checked(config, paths, dtype)
     family = load_family(config.family)
 
     def build(where: torch.device, memory: WeightMemory | None) -> CausalModel:
@@ -141,12 +137,22 @@ def _log_formats(model: CausalModel) -> None:
 
 
 def check_checkpoint(config: DecoderConfig, paths: tuple[Path, ...], dtype: torch.dtype) -> None:
-    """Compare a decoder's weight files with its configuration by their headers; nothing is loaded.
+    """Compare a decoder's weight files with its configuration by their headers, and some rows of two matrices that
+    are one for it; nothing is loaded.
 
     Raises:
         ModelLoadError: files and configuration do not fit together, or a file is corrupt.
     """
-    _compare(_sketch(lambda: _whole_decoder(config, dtype)), open_weights(paths, config), paths[0])
+    _checked(config, paths, dtype)
+
+
+def _checked(config: DecoderConfig, paths: tuple[Path, ...], dtype: torch.dtype) -> Weights:
+    """Open a decoder's weight files, which fit its configuration."""
+    weights = open_weights(paths, config)
+    sketch = _sketch(lambda: _whole_decoder(config, dtype))
+    _compare(sketch, weights, paths[0])
+    _check_tied(sketch, weights, paths[0])
+    return weights
 
 
 def load_encoder(

@@ -14,7 +14,10 @@ from nbengine.models.checkpoints.regular_files import check_regular
 from nbengine.models.configs.usual_names import with_usual_names
 
 _ROPE_NAMES = frozenset(("rope_scaling", "rope_parameters"))
-_BASE = "rope_theta"
+_KEPT = ("rope_theta", "partial_rotary_factor")
+"""The entries for a rotary embedding that hold whatever its scaling is."""
+_OF_THE_TEXT = ("architectures", "model_type")
+"""The entries of a `text_config` that are about the text alone."""
 _ORIGINAL = "original_max_position_embeddings"
 _LENGTHENING = ("linear", "dynamic", "yarn")
 """The kinds of rotary scaling whose factor multiplies `max_position_embeddings`."""
@@ -33,7 +36,8 @@ _DEFAULT_LABELS = 2
 def load_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Read the config.json of a resolved model, with `hf_overrides` replacing its top-level entries.
 
-    Of a model of text and images, the entries of its decoder (`text_config`) are at the top level, too.
+    Of a model of text and images, the entries of its decoder (`text_config`) are at the top level, too, those of
+    `hf_overrides` as well as those of the file.
 
     Raises:
         ModelLoadError: the model is not resolved, or the file is missing or not a JSON object.
@@ -41,7 +45,8 @@ def load_hf_config(config: ModelConfig) -> dict[str, Any]:
     if not config.resolved:
         raise ModelLoadError(f"the files of {config.model!r} have not been looked for yet (resolve_model)")
     stated = read_json_object(Path(config.directory) / "config.json")
-    found = with_usual_names(_overridden(with_text_config(stated), config.hf_overrides))
+    overrides = _with_text_overrides(stated, config.hf_overrides)
+    found = with_usual_names(_overridden(with_text_config(stated), overrides))
     # A file names no code that is to be imported.
     found.pop(FAMILIES_KEY, None)
     found.pop(MODEL_IMPL_KEY, None)
@@ -50,20 +55,33 @@ def load_hf_config(config: ModelConfig) -> dict[str, Any]:
     return {**found, FAMILIES_KEY: config.families} if config.families else found
 
 
+def _with_text_overrides(stated: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return overrides with the entries of their `text_config` at the top level, which replace those of the file's
+    `text_config` one by one."""
+    text, before = overrides.get("text_config"), stated.get("text_config")
+    if not isinstance(text, Mapping):
+        return overrides
+    merged = {**before, **text} if isinstance(before, Mapping) else text
+    inside = {key: value for key, value in text.items() if key not in _OF_THE_TEXT}
+    return {**inside, **overrides, "text_config": merged}
+
+
 def _overridden(stated: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with entries replaced, and with what is said of rotary embeddings under one name.
 
     Where a file has both names, `rope_scaling` counts, as in transformers. What is overridden counts under either name,
-    and keeps the file's base unless it says another.
+    and keeps the file's base and the part of a head that is turned unless it says others.
     """
     found = {key: value for key, value in {**stated, **overrides}.items() if key not in _ROPE_NAMES}
     before, is_new = _rope_entry(stated), not _ROPE_NAMES.isdisjoint(overrides)
     rope = _rope_entry(overrides) if is_new else before
     # There may be one for each type of layer.
     if isinstance(rope, Mapping) and not any(isinstance(each, Mapping) for each in rope.values()):
-        kept = before.get(_BASE) if is_new and isinstance(before, Mapping) else None
-        base = overrides.get(_BASE, rope.get(_BASE, kept))
-        rope = rope if base is None else {**rope, _BASE: base}
+        kept = before if is_new and isinstance(before, Mapping) else {}
+        # Where nothing is stated, a family may assume scaling, and a base alone does not replace it.
+        sources = (kept, rope, overrides) if kept or rope else ()
+        said = {key: each[key] for each in sources for key in _KEPT if each.get(key) is not None}
+        rope = {**rope, **said}
     return {**found, "rope_parameters": rope} if rope else found
 
 
@@ -106,12 +124,22 @@ def scaled_length_of(hf: Mapping[str, Any]) -> int | None:
 
 def _scaled_lengths(hf: Mapping[str, Any]) -> list[int]:
     length = positive(hf, "max_position_embeddings")
+    originals = [
+        (kind, rope, original_length_of(hf if kind == "yarn" else {}, rope)) for kind, rope in _scalings(hf)
+    ]
     # YaRN without an original context stretches one that is not stated, so that nothing follows from it.
     return [
-        int(number(rope, "factor") * positive(rope, _ORIGINAL, length))
-        for kind, rope in _scalings(hf)
-        if kind != "yarn" or rope.get(_ORIGINAL) is not None
+        int(number(rope, "factor") * (original or length))
+        for kind, rope, original in originals
+        if kind != "yarn" or original is not None
     ]
+
+
+def original_length_of(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> int | None:
+    """Return the context, in tokens, that the scaling of a rotary embedding starts from; None where nothing is said
+    of it. What stands beside the scaling counts before what stands within, as in transformers."""
+    source = rope if hf.get(_ORIGINAL) is None else hf
+    return None if source.get(_ORIGINAL) is None else positive(source, _ORIGINAL)
 
 
 def _scalings(hf: Mapping[str, Any]) -> list[tuple[object, Mapping[str, Any]]]:
@@ -168,6 +196,20 @@ def positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelLoadError(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def natural(hf: Mapping[str, Any], key: str, default: int) -> int:
+    """Return the integer from 0 on at `key` of a configuration, `default` where it is missing or null.
+
+    Raises:
+        ModelLoadError: the value is something else.
+    """
+    value = hf.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ModelLoadError(f"config.json: {key} must be an integer from 0 on, got {quoted(value)}")
     return value
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbengine.errors import ModelLoadError, quoted
-from nbengine.models.configs.hf_config import number, positive
+from nbengine.models.configs.hf_config import number, original_length_of, positive, stated_rope
 
 DEFAULT_THETA = 10000.0
 _KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -78,7 +78,7 @@ def rope_of(hf: Mapping[str, Any], stated: Mapping[str, Any], theta: float = DEF
         case "linear":
             return Rope(base, RopeScaling("linear", factor=number(stated, "factor")))
         case "llama3":
-            return Rope(base, _llama3(stated))
+            return Rope(base, _llama3(hf, stated))
         case "yarn":
             return Rope(base, _yarn(hf, stated))
         case "proportional":
@@ -87,6 +87,25 @@ def rope_of(hf: Mapping[str, Any], stated: Mapping[str, Any], theta: float = DEF
         case "longrope":
             return Rope(base, _longrope(hf, stated))
     raise ModelLoadError(f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_KINDS)}")
+
+
+def ropes_of_types(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return what a configuration says of the rotary embeddings of full layers and of those with a window; what it
+    says of no type of layer is about full ones.
+
+    Raises:
+        ModelLoadError: what it says of a type is no object.
+    """
+    stated = stated_rope(hf)
+    full, local = stated.get("full_attention"), stated.get("sliding_attention")
+    if full is None and local is None:
+        return stated, {}
+    full, local = full or {}, local or {}
+    if not (isinstance(full, Mapping) and isinstance(local, Mapping)):
+        raise ModelLoadError(
+            f"config.json: rope_parameters must have an object for each type of layer, got {quoted(stated)}"
+        )
+    return full, local
 
 
 def rotary_dim_of(
@@ -109,19 +128,19 @@ def rotary_dim_of(
     return size
 
 
-def _llama3(stated: Mapping[str, Any]) -> RopeScaling:
+def _llama3(hf: Mapping[str, Any], stated: Mapping[str, Any]) -> RopeScaling:
     return RopeScaling(
         "llama3",
         factor=number(stated, "factor"),
         low_freq_factor=number(stated, "low_freq_factor"),
         high_freq_factor=number(stated, "high_freq_factor"),
-        original_max_position_embeddings=positive(stated, "original_max_position_embeddings"),
+        original_max_position_embeddings=_original_of(hf, stated),
     )
 
 
 def _yarn(hf: Mapping[str, Any], stated: Mapping[str, Any]) -> RopeScaling:
     longest = positive(hf, "max_position_embeddings")
-    original = positive(stated, "original_max_position_embeddings", longest)
+    original = _original_of(hf, stated)
     factor = number(stated, "factor", longest / original)
     attention = stated.get("attention_factor")
     if attention is None:
@@ -149,8 +168,7 @@ def mscale_of(factor: float, mscale: float = 1.0) -> float:
 
 def _longrope(hf: Mapping[str, Any], stated: Mapping[str, Any]) -> RopeScaling:
     longest = positive(hf, "max_position_embeddings")
-    key = "original_max_position_embeddings"
-    original = positive(hf, key, positive(stated, key, longest))
+    original = _original_of(hf, stated)
     factor = number(stated, "factor", longest / original)
     attention = stated.get("attention_factor")
     if attention is None:
@@ -163,6 +181,11 @@ def _longrope(hf: Mapping[str, Any], stated: Mapping[str, Any]) -> RopeScaling:
         long_factors=_factors(stated, "long_factor"),
         attention_factor=float(attention),
     )
+
+
+def _original_of(hf: Mapping[str, Any], stated: Mapping[str, Any]) -> int:
+    original = original_length_of(hf, stated)
+    return positive(hf, "max_position_embeddings") if original is None else original
 
 
 def _factors(stated: Mapping[str, Any], key: str) -> tuple[float, ...]:

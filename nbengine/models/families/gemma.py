@@ -8,8 +8,8 @@ from typing import Any
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
-from nbengine.models.configs.hf_config import number, positive, stated_rope
-from nbengine.models.configs.rope_config import Rope, rope_of
+from nbengine.models.configs.hf_config import number, positive
+from nbengine.models.configs.rope_config import Rope, rope_of, ropes_of_types
 from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_of, window_of
 
@@ -101,11 +101,9 @@ class Gemma3(TextPart, Gemma):
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`; the rotary embeddings of full and window layers are stated apart."""
-        stated = stated_rope(hf)
-        full, local = stated.get("full_attention"), stated.get("sliding_attention")
-        if not (isinstance(full, Mapping) and isinstance(local, Mapping)):
-            full = {"rope_theta": number(hf, "rope_theta", _GLOBAL_THETA), **stated}
-            local = {"rope_theta": number(hf, "rope_local_base_freq", _LOCAL_THETA)}
+        full, local = ropes_of_types(hf)
+        full = {"rope_theta": number(hf, "rope_theta", _GLOBAL_THETA), **full}
+        local = {"rope_theta": number(hf, "rope_local_base_freq", _LOCAL_THETA), **local}
         other: Rope = rope_of(hf, local, _LOCAL_THETA)
         return super().config({**hf, "rope_parameters": full, "nbengine_local_rope": other})
 

@@ -8,7 +8,7 @@ from typing import Any
 from nbengine.errors import ModelLoadError, quoted
 from nbengine.models.checkpoints.tensor_names import TensorPart, stacked_parts
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
-from nbengine.models.configs.hf_config import number, positive
+from nbengine.models.configs.hf_config import natural, number, positive
 from nbengine.models.configs.moe_config import GroupedRouting, MoEConfig
 from nbengine.models.configs.recurrent_config import ShortConvConfig
 from nbengine.models.families.recurrent_layers import layers_with_state, switch
@@ -40,8 +40,10 @@ class Lfm2(DecoderFamily):
     }
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
-        """See `Family.config`; files before transformers 5 have two names of their own."""
-        tied, inner = hf.get("tie_embedding"), hf.get("block_ff_dim")
+        """See `Family.config`; files before transformers 5 have two names of their own, of which that of tied
+        embeddings counts where the usual one is missing, so that it can be overridden."""
+        inner, tied = hf.get("block_ff_dim"), hf.get("tie_word_embeddings")
+        tied = hf.get("tie_embedding") if tied is None else tied
         stated = {
             **hf,
             "rms_norm_eps": number(hf, "norm_eps", 1e-5),
@@ -106,7 +108,7 @@ class Lfm2Moe(Lfm2):
             experts_per_token=positive(hf, "num_experts_per_tok", 4),
             intermediate_size=positive(hf, "moe_intermediate_size", 1792),
             renormalize=switch(hf, "norm_topk_prob", default=True),
-            dense_layers=tuple(range(_dense_layers(hf))),
+            dense_layers=tuple(range(natural(hf, "num_dense_layers", 2))),
             routing=routing,
         )
         return {**super().variant(hf), "intermediate_size": positive(hf, "intermediate_size"), "moe": moe}
@@ -121,15 +123,6 @@ class Lfm2Moe(Lfm2):
                 inside = inside.replace(theirs, ours, 1)
             return f"{before}.mlp.{inside.replace('expert_bias', 'gate.e_score_correction_bias', 1)}"
         return super().our_name(name)
-
-
-def _dense_layers(hf: Mapping[str, Any]) -> int:
-    count = hf.get("num_dense_layers", 2)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ModelLoadError(
-            f"config.json: num_dense_layers must be an integer from 0 on, got {quoted(count)}"
-        )
-    return count
 
 
 def _inner(hf: Mapping[str, Any]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbengine.models.configs.decoder_config import DecoderConfig, QueryGrowth
-from nbengine.models.configs.hf_config import number, positive, stated_rope
+from nbengine.models.configs.hf_config import number, original_length_of, stated_rope
 from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_alike, layers_of, window_of
 
@@ -41,12 +41,15 @@ class Mistral(TextPart):
     """The window of a configuration that says nothing of it; null says that there is none."""
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
-        """See `Family.config`."""
+        """See `Family.config`; the text of a model with images may be a Ministral 3."""
+        text = hf.get("text_config")
+        if isinstance(text, Mapping) and text.get("model_type") == "ministral3":
+            return Ministral3().config({key: value for key, value in hf.items() if key != "text_config"})
         return super().config({"sliding_window": self.usual_window, **hf})
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
-        return {"layers": layers_alike(hf, window_of(hf)), "query_growth": _growth(stated_rope(hf))}
+        return {"layers": layers_alike(hf, window_of(hf)), "query_growth": _growth(hf)}
 
 
 class Ministral(Mistral):
@@ -83,12 +86,16 @@ class Ministral3(Mistral):
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`."""
-        return super().config(hf if stated_rope(hf) else {**hf, "rope_parameters": self.rope})
+        if stated_rope(hf):
+            return super().config(hf)
+        base = number(hf, "rope_theta", self.rope["rope_theta"])
+        return super().config({**hf, "rope_parameters": {**self.rope, "rope_theta": base}})
 
 
-def _growth(rope: Mapping[str, Any]) -> QueryGrowth | None:
-    """Return how queries grow, if what is stated of a rotary embedding says that they do."""
+def _growth(hf: Mapping[str, Any]) -> QueryGrowth | None:
+    """Return how queries grow, if what is stated of the rotary embedding says that they do."""
+    rope = stated_rope(hf)
     if not rope.get(_BETA):
         return None
-    step = positive(rope, "original_max_position_embeddings", _ORIGINAL)
+    step = original_length_of(hf, rope) or _ORIGINAL
     return QueryGrowth(step, number(rope, _BETA), ahead=0, of_turned=True)

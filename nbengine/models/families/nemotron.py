@@ -41,6 +41,13 @@ _RENAMED: Mapping[str, str] = {
     "e_score_correction.bias": "e_score_correction_bias",
 }
 _NUM_DIMENSIONS = 3
+_OLD_NAMES: Mapping[str, str] = {
+    "n_groups": "mamba_n_groups",
+    "conv_kernel": "mamba_d_conv",
+    "time_step_min": "mamba_dt_min",
+    "use_conv_bias": "mamba_conv_bias",
+}
+"""Entries with the names that older files have for them, which count where the newer ones are missing."""
 
 Blocks = tuple[str, str | None]
 """The kinds of a layer's first block and of its feed-forward block, if there is one."""
@@ -68,8 +75,10 @@ class NemotronH(DecoderFamily):
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`; the layers are those of the model."""
         layers = _layers(hf)
+        old = {new: hf.get(name) for new, name in _OLD_NAMES.items() if hf.get(new) is None}
         stated = {
             **hf,
+            **old,
             "num_hidden_layers": len(layers),
             "rms_norm_eps": number({"layer_norm_epsilon": 1e-5, **hf}, "layer_norm_epsilon"),
             "hidden_act": hf.get("mlp_hidden_act", "relu2"),
@@ -203,7 +212,8 @@ def _layers(hf: Mapping[str, Any]) -> list[Blocks]:
 
 
 def _state_space(hf: Mapping[str, Any]) -> Mamba2Config:
-    least = number({"time_step_min": 0.001, **hf}, "time_step_min")
+    # Zero says that no step is too short.
+    least = 0.0 if hf.get("time_step_min") == 0 else number(hf, "time_step_min", 0.001)
     has_bias = switch(hf, "use_bias", default=False)
     return Mamba2Config(
         heads=positive(hf, "mamba_num_heads", 128),

@@ -7,9 +7,9 @@ from typing import Any
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
-from nbengine.models.configs.hf_config import number, positive, stated_rope
+from nbengine.models.configs.hf_config import number, positive
 from nbengine.models.configs.moe_config import MoEConfig
-from nbengine.models.configs.rope_config import rope_of
+from nbengine.models.configs.rope_config import rope_of, ropes_of_types
 from nbengine.models.family import DecoderFamily, layers_of
 
 _BEHIND = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -92,12 +92,9 @@ class Olmo3(Olmo2):
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`; the rotary embeddings of full and window layers may be stated apart."""
-        stated = stated_rope(hf)
-        full, local = stated.get("full_attention"), stated.get("sliding_attention")
+        full, local = ropes_of_types(hf)
         theta = {"rope_theta": number(hf, "rope_theta", _THETA_3)}
-        if not (isinstance(full, Mapping) and isinstance(local, Mapping)):
-            full, local = {**theta, **stated}, theta
-        other = rope_of(hf, local, _THETA_3)
+        full, other = {**theta, **full}, rope_of(hf, {**theta, **local}, _THETA_3)
         return super().config({**hf, "rope_parameters": full, "nbengine_local_rope": other})
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from nbengine.errors import ModelLoadError, quoted
 from nbengine.models.checkpoints.tensor_names import TensorPart
 from nbengine.models.configs.decoder_config import DecoderConfig
-from nbengine.models.configs.hf_config import positive
+from nbengine.models.configs.hf_config import natural, positive
 from nbengine.models.configs.moe_config import MoEConfig, num_experts_of
 from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_alike, layers_of, window_of
@@ -112,7 +112,7 @@ def _layers(hf: Mapping[str, Any], *, in_turn: bool = False) -> Any:
     them."""
     if not hf.get("use_sliding_window", False):
         return ()
-    first, count = positive(hf, "max_window_layers", 28), positive(hf, "num_hidden_layers")
+    first, count = natural(hf, "max_window_layers", 28), positive(hf, "num_hidden_layers")
     has_window = {
         index: index % 2 == 0 and index < first if in_turn else index >= first for index in range(count)
     }

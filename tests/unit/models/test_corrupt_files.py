@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import read_header
 from nbengine.models.checkpoints.gguf_config import hf_config
-from nbengine.models.checkpoints.loader import load_decoder
+from nbengine.models.checkpoints.loader import check_checkpoint, load_decoder
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.registry import decoder_config
@@ -69,6 +69,9 @@ def test_two_matrices_are_not_taken_for_one(
     with pytest.raises(ModelLoadError, match=r"lm_head\.weight is another matrix than model\.embed_tokens"):
         load(tmp_path, model_impl=model_impl, hf_overrides=tied)
     path = tmp_path / "model.safetensors"
+    config = decoder_config({**json.loads((tmp_path / "config.json").read_text()), **tied})
+    with pytest.raises(ModelLoadError, match=r"lm_head\.weight is another matrix"):
+        check_checkpoint(config, (path,), torch.float32)
     weights = load_file(path)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, path)

@@ -82,6 +82,18 @@ def test_each_architecture_gives_the_logits_of_transformers(
     compared(oracle, "gguf")
 
 
+@pytest.mark.parametrize(("kind", "arch"), [("Qwen2", "qwen2"), ("Qwen3", "qwen3"), ("Qwen2Moe", "qwen2moe")])
+def test_all_layers_have_the_window_that_a_file_of_qwen_states(
+    kind: str, arch: str, tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> None:
+    _, settings, metadata = MIXTURES.get(arch, (kind, {}, {}))
+    variant = gguf_variant(arch, metadata={**metadata, f"{arch}.attention.sliding_window": 8})
+    path = write_gguf(tmp_path / "model.gguf", random_model(kind, **settings), variant)
+    layers = decoder_config(hf_config(read_header(path))).layers
+    assert [(layer.attention, layer.size) for layer in layers] == [("window", 8)] * len(layers)
+    assert layers
+
+
 def expert_metadata(arch: str, num_experts: int, per_token: int, **sizes: int) -> dict[str, int]:
     counts = {"expert_count": num_experts, "expert_used_count": per_token, **sizes}
     return {f"{arch}.{key}": value for key, value in counts.items()}

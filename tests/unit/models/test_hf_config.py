@@ -45,6 +45,7 @@ def test_overrides_replace_entries_of_the_configuration(tmp_path: Path) -> None:
     assert load_hf_config(config) == {"vocab_size": 20, "rope_parameters": {"rope_theta": 1.0}}
 
 
+ORIGINAL = "original_max_position_embeddings"
 YARN, LINEAR = {"rope_type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}
 
 
@@ -71,6 +72,26 @@ YARN, LINEAR = {"rope_type": "yarn", "factor": 4.0}, {"type": "linear", "factor"
             {"rope_theta": 8.0},
             {FULL: YARN, SLIDING: LINEAR},
         ),
+        # So does the part of a head that is turned.
+        (
+            {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}},
+            {"rope_scaling": YARN},
+            {**YARN, "partial_rotary_factor": 0.5},
+        ),
+        ({"rope_parameters": {**LINEAR, "rope_theta": 7.0}}, {"rope_scaling": None}, {"rope_theta": 7.0}),
+        # A base alone does not say that there is no scaling, which a family may assume.
+        ({}, {"rope_theta": 8.0}, None),
+        # The text of a model with images.
+        (
+            {"text_config": {"rope_parameters": {**LINEAR, "rope_theta": 7.0}}},
+            {"text_config": {"rope_parameters": YARN}},
+            {**YARN, "rope_theta": 7.0},
+        ),
+        (
+            {"text_config": {"rope_parameters": LINEAR}},
+            {"text_config": {"rope_parameters": LINEAR}, "rope_parameters": YARN},
+            YARN,
+        ),
     ],
 )
 def test_what_is_said_of_rotary_embeddings_counts_under_either_name(
@@ -82,6 +103,15 @@ def test_what_is_said_of_rotary_embeddings_counts_under_either_name(
     assert "rope_scaling" not in found
     base = overrides.get("rope_theta", stated.get("rope_theta"))
     assert found.get("rope_theta") == base
+
+
+def test_overrides_of_a_text_part_replace_its_entries_alone(tmp_path: Path) -> None:
+    text = {"model_type": "text", "vocab_size": 10, "hidden_size": 8}
+    write(tmp_path, "config.json", {"model_type": "both", "vocab_size": 11, "text_config": text})
+    overrides = {"text_config": {"model_type": "other", "vocab_size": 20}}
+    found = load_hf_config(ModelConfig("m", directory=str(tmp_path), hf_overrides=overrides))
+    assert (found["model_type"], found["vocab_size"], found["hidden_size"]) == ("both", 20, 8)
+    assert found["text_config"] == {**text, **overrides["text_config"]}
 
 
 def test_an_unresolved_model_has_no_configuration() -> None:
@@ -106,6 +136,10 @@ def test_a_configuration_that_is_no_json_object_is_refused_with_its_path(
         ({"sliding_window": 1024}, 4096),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 4096),
+        # The original context beside the scaling counts before that within.
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 16.0}, ORIGINAL: 512}, 8192),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 4096}, ORIGINAL: 512}, 4096),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}, ORIGINAL: 512}, 8192),
         (
             {
                 "rope_parameters": {

@@ -69,6 +69,21 @@ def test_names_of_files_before_transformers_5_are_known() -> None:
     assert [layer.attention for layer in granite.layers] == ["recurrent", "full"] * 2
 
 
+def test_older_names_of_nemotron_h_count_where_the_newer_ones_are_missing() -> None:
+    hf = {**hf_of("nemotron-h"), "conv_kernel": 3, "use_conv_bias": False}
+    older = {
+        "n_groups": "mamba_n_groups",
+        "conv_kernel": "mamba_d_conv",
+        "time_step_min": "mamba_dt_min",
+        "use_conv_bias": "mamba_conv_bias",
+    }
+    old = {older.get(key, key): value for key, value in hf.items()}
+    assert decoder_config(old) == decoder_config(hf)
+    unlimited = decoder_config({**old, "mamba_dt_min": 0.0}).mamba2
+    assert unlimited is not None
+    assert unlimited.least_step == 0.0
+
+
 def test_limits_of_a_step_are_those_of_the_file_and_infinity_as_transformers_writes_it() -> None:
     infinite = decoder_config(
         {**hf_of("granite 4"), "time_step_limit": [0.0, {"__float__": "Infinity"}]}
