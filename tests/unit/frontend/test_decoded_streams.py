@@ -138,9 +138,9 @@ def test_prompt_and_text_together_are_what_transformers_decodes_of_all_tokens(
     tokenizer = made(kind, cleans_up)
     ids = st.lists(st.integers(0, len(tokenizer) + 2), max_size=12)
     prompt = data.draw(ids)
-    before = tokenizer.decode(prompt, skip_special_tokens=skip)
     # A prompt is a text: it does not end within a character.
-    assume("\ufffd" not in before)
+    while "\ufffd" in (before := tokenizer.decode(prompt, skip_special_tokens=skip)):
+        prompt.pop()
     written = data.draw(ids)
     whole = tokenizer.decode([*prompt, *written], skip_special_tokens=skip)
     # Bytes may break the character before them, and the clean-up may take a space of the prompt's.

@@ -135,7 +135,9 @@ def test_the_engines_template_wins_over_the_models_and_a_calls_over_both(without
     assert render_chat(tokenizer, USER, tools=[TOOL])["prompt"] == "the engine"
     assert render_chat(tokenizer, USER, chat_template="{{ 'mine' }}")["prompt"] == "mine"
     assert render_chat(tokenizer, USER, chat_template="rag")["prompt"] == "with documents"
-    with pytest.raises(InvalidArgumentError, match=r"one of this model's: default, rag, tool_use, got 'tool_us'"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"one of this model's: default, rag, tool_use, got 'tool_us'"
+    ):
         render_chat(tokenizer, USER, chat_template="tool_us")
     (without_template / "chat_template.json").unlink()
     assert not has_chat_template(loaded(without_template))
