@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from xdist.workermanage import WorkerController
 from tests.support.thorough import amount
 from tests.tools import scratch
 from tests.tools.durations import recorded_seconds
+from tests.tools.side_by_side import imports_transformers
 
 SUPPORT = Path(__file__).parent / "support"
 LEFT_OUT = str(SUPPORT / "left_out")
@@ -103,8 +103,7 @@ def _imported(unit: str) -> str | None:
         return None
     if unit.startswith("tests/process/server/"):
         return "clients"
-    source = (Path(__file__).parents[1] / unit).read_text()
-    return "transformers" if re.search(r"oracle|transformers|save_random", source) else None
+    return "transformers" if imports_transformers(unit) else None
 
 
 class FileScheduling(LoadFileScheduling):

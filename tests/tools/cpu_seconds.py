@@ -46,7 +46,7 @@ def pytest_runtest_protocol(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Pass on what the file has spent. To ask at each test would take a fiftieth of the time of short ones."""
+    """Pass on what the file has spent. To ask at each test took 1.5 of 14 seconds of 3,000 empty ones."""
     if call.when == "teardown" and item.stash[_IS_LAST]:
         item.user_properties.append((PROPERTY, _seconds() - _begun.pop(_file_of(item.nodeid))))
 

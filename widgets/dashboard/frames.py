@@ -13,7 +13,8 @@ does not follow the last one.
                                                      # numbers, or null where nothing is known
  "ranks": [{"rank": 0, "alive": true, "num_running", "num_waiting", "num_preemptions", "num_blocks",
             "num_free_blocks", "num_cached_blocks", "block_size", "num_state_slots", "num_free_state_slots",
-            "num_checkpoints", "prefix_cache_queries", "prefix_cache_hits", "step", "wave", "is_paused", "sleep_level", "max_num_batched_tokens", "max_num_seqs",
+            "num_checkpoints", "prefix_cache_queries", "prefix_cache_hits", "step", "wave", "is_paused",
+            "sleep_level", "max_num_batched_tokens", "max_num_seqs",
             "workers": [{"rank", "memory_bytes", "num_steps", "step_seconds"}],
             "history_lost": false,                   # true: the steps below do not follow the earlier ones
             "steps": [STEP, ...],                    # new ones, and older ones whose `seconds` are known now

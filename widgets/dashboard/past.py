@@ -8,8 +8,8 @@ The answer to `{"kind": "history", "last": "1h"}` is
             "itl_p50": [...], "itl_p95": [...], "itl_p99": [...], "running": [...], "waiting": [...],
             "kv_usage": [...], "preemptions": [...], "prefix_cache_queries": [...], "prefix_cache_hits": [...]}]}
 ```
-Slice `i` begins at `begin + i * seconds`; the slices of all ranks are equally long. Where `gap` is 1, nothing is known of the slice or of a part
-of it. Times are seconds of `time.time()`, percentiles seconds, or null where no request had any. `error` says
+Slice `i` begins at `begin + i * seconds`; the slices of all ranks are equally long. Where `gap` is 1, nothing is known
+of the slice or of a part of it. Times are seconds of `time.time()`, percentiles seconds, or null where no request had any. `error` says
 why there is no history; `ranks` is empty then.
 """
 
