@@ -22,6 +22,8 @@ WORKERS ?= 2
 WAITING_WORKERS ?= 4
 # Worlds that `make thorough` simulates.
 SEEDS ?= 100000
+UNIT_SUITES := tests/unit tests/kernels tests/simulation
+WAITING_SUITES := tests/process tests/notebook
 PARALLEL := -n $(WORKERS) --dist loadfile
 WAITING := -n $(WAITING_WORKERS) --dist loadfile
 # As the engine does for its own processes: two torch programs on one machine would spin in each other's way.
@@ -33,7 +35,7 @@ unexport VIRTUAL_ENV
 # The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
 BESIDE := --beside ipykernel==6.31.0 --beside ipykernel==7.3.0
 
-.PHONY: demo test test-unit test-process test-notebook thorough quick soak-tests durations models lint check gpu-check bench bench-peers docs pictures lock install install-dev wheels clean
+.PHONY: demo test test-unit test-waiting test-process test-notebook thorough quick soak-tests durations models lint check gpu-check bench bench-peers docs pictures lock install install-dev wheels clean
 
 install: $(VENV)/.installed
 
@@ -44,21 +46,21 @@ demo: $(VENV)/.installed
 
 test: lint
 	@$(MAKE) --no-print-directory test-unit
-	@$(MAKE) --no-print-directory test-process
-	@$(MAKE) --no-print-directory test-notebook
+	@$(MAKE) --no-print-directory test-waiting
 
 test-unit: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.tools.side_by_side $(WORKERS) tests/unit tests/kernels tests/simulation
+	$(BIN)/python -m tests.tools.side_by_side $(WORKERS) $(UNIT_SUITES)
 
-test-process: $(VENV)/.installed-dev
-	$(PYTEST) $(WAITING) tests/process
+# In one run the notebooks' files fill the time in which the last of the processes' wait.
+test-waiting: $(VENV)/.installed-dev
+	$(PYTEST) $(WAITING) $(WAITING_SUITES)
 
-test-notebook: $(VENV)/.installed-dev
-	$(PYTEST) $(WAITING) tests/notebook
+test-process test-notebook: $(VENV)/.installed-dev
+	$(PYTEST) $(WAITING) tests/$(@:test-%=%)
 
 # Each proof that a test makes with some numbers, with many more of them.
 thorough: $(VENV)/.installed-dev
-	HYPOTHESIS_PROFILE=thorough NBENGINE_SIMULATION_SEEDS=$(SEEDS) $(PYTEST) $(PARALLEL) --timeout 7200 tests/unit tests/kernels tests/simulation
+	HYPOTHESIS_PROFILE=thorough NBENGINE_SIMULATION_SEEDS=$(SEEDS) $(PYTEST) $(PARALLEL) --timeout 7200 $(UNIT_SUITES)
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) $(PARALLEL) --timeout 7200 tests/process
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) $(PARALLEL) tests/notebook
 
@@ -70,15 +72,15 @@ LOAD ?= 6
 soak-tests: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.tools.soak --times $(TIMES) --load $(LOAD) --workers $(WORKERS) $(TESTS)
 
-# Each suite with the seconds that it takes by the clock, and with its report.
+# Each run of `make test` with the seconds that it takes by the clock, and with its reports, which may have properties of tests.
 durations: $(VENV)/.installed-dev
-	@set -e; mkdir -p build; arguments=; \
-	for suite in "tests/unit tests/kernels tests/simulation" tests/process tests/notebook; do \
-		report=build/junit_$$(echo $$suite | tr -c 'a-z\n' _).xml; begin=$$(date +%s); \
-		case $$suite in tests/unit*) workers=$(WORKERS);; *) workers=$(WAITING_WORKERS);; esac; \
-		$(PYTEST) -n $$workers --dist loadfile $$suite --junitxml=$$report; \
-		set -- "$$@" "$$suite=$$(($$(date +%s) - begin)):$$report"; \
-	done; $(BIN)/python -m tests.tools.durations "$$@"
+	@set -e; mkdir -p build; rm -f build/junit_*.xml; begin=$$(date +%s); \
+	$(BIN)/python -m tests.tools.side_by_side $(WORKERS) -ojunit_family=xunit1 --junitxml=build/junit_unit_{}.xml $(UNIT_SUITES); \
+	between=$$(date +%s); \
+	$(PYTEST) $(WAITING) -ojunit_family=xunit1 --junitxml=build/junit_waiting.xml $(WAITING_SUITES); \
+	$(BIN)/python -m tests.tools.durations \
+		"$(UNIT_SUITES)=$$((between - begin))" build/junit_unit_*.xml \
+		"$(WAITING_SUITES)=$$(($$(date +%s) - between))" build/junit_waiting.xml
 
 models: $(VENV)/.installed-dev
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m tests.tools.compared_models

@@ -1,6 +1,6 @@
 """`make durations`: how long the suites and their files take, for CONTRIBUTING.md and for `make quick`.
 
-`python -m tests.tools.durations SUITE=SECONDS:REPORT.xml …` takes the clock's seconds and the report of each run of pytest.
+`python -m tests.tools.durations SUITES=SECONDS REPORT.xml … SUITES=…` takes the clock's seconds and the reports of each run.
 """
 
 from __future__ import annotations
@@ -77,12 +77,16 @@ def with_table(page: str, rows: str, begin: str = BEGIN, end: str = END) -> str:
 
 def main(arguments: list[str]) -> None:
     """Write the record and the table."""
-    suites, files = {}, {}
+    suites: dict[str, tuple[float, int]] = {}
+    files: dict[str, float] = {}
     for argument in arguments:
-        name, _, rest = argument.partition("=")
-        seconds, _, report = rest.partition(":")
-        count, own = read_report(Path(report))
-        suites[name] = (float(seconds), count)
+        name, is_run, seconds = argument.partition("=")
+        if is_run:
+            suites[name] = (float(seconds), 0)
+            continue
+        count, own = read_report(Path(argument))
+        name, (of_clock, before) = list(suites.items())[-1]
+        suites[name] = (of_clock, before + count)
         files |= own
     rounded = {file: round(seconds, 1) for file, seconds in sorted(files.items())}
     record = {"suites": {name: round(seconds) for name, (seconds, _) in suites.items()}, "files": rounded}

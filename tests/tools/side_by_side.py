@@ -1,4 +1,4 @@
-"""Run the tests of folders in several pytests beside each other: `python -m tests.tools.side_by_side 2 FOLDER …`.
+"""Run the tests of folders in several pytests beside each other: `python -m tests.tools.side_by_side 2 [OPTION …] FOLDER …`.
 
 Each pytest imports and collects its own files alone, and keeps its reports to itself. Those of pytest-xdist import all
 files each, and send reports of each test: 3,000 empty ones took 12.6 processor seconds in two of them, and 4.2 in one pytest.
@@ -71,16 +71,24 @@ def run(commands: Sequence[Sequence[str]]) -> int:
     return next((status for status in statuses if status), 0)
 
 
-def main(number: str, *folders: str) -> int:
-    """Run what is in the folders, given relative to the root."""
+def main(number: str, *arguments: str) -> int:
+    """Run what is in the folders, given relative to the root; each pytest gets the options, which begin with `-`, with its
+    number in place of `{}`."""
+    options = [argument for argument in arguments if argument.startswith("-")]
+    folders = [argument for argument in arguments if argument not in options]
     files = sorted(
         str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("test_*.py")
     )
     seconds = {file: seconds_of(file, otherwise=UNKNOWN_SECONDS) for file in files}
-    pytest = [sys.executable, "-m", "pytest", "-p", "tests.tools.cpu_seconds"]
+    pytest = [sys.executable, "-m", "tests.tools.one_part", "-p", "tests.tools.cpu_seconds"]
     # The pytests share the cache of this scratch folder.
     with scratch.entered():
-        return run([[*pytest, *part] for part in parts_of(seconds, int(number), imports_transformers)])
+        return run(
+            [
+                [*pytest, *(option.replace("{}", str(each)) for option in options), *part]
+                for each, part in enumerate(parts_of(seconds, int(number), imports_transformers))
+            ]
+        )
 
 
 if __name__ == "__main__":

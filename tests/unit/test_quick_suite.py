@@ -84,7 +84,7 @@ def test_what_is_recorded_are_files_that_there_are() -> None:
     assert not missing, "make durations"
 
 
-def test_a_process_gets_of_all_files_and_folders_the_one_that_takes_longest(
+def test_a_process_gets_what_takes_longest_of_all_files_and_folders_and_notebooks_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = {
@@ -92,10 +92,12 @@ def test_a_process_gets_of_all_files_and_folders_the_one_that_takes_longest(
         "tests/process/ray/b.py": 2.0,
         "tests/process/ray/c.py": 2.5,
         "tests/d.py": 1.0,
+        "tests/notebook/e.py": 9.0,
     }
     monkeypatch.setattr(durations, "_record", lambda: seconds)
     units = {
         "tests/new.py": ["tests/new.py::test_1", "tests/new.py::test_2", "tests/new.py::test_3"],
+        "tests/notebook/e.py": ["tests/notebook/e.py::test_1"],
         "tests/d.py": ["tests/d.py::test_1", "tests/d.py::test_2"],
         "tests/a.py": ["tests/a.py::test_1"],
         "tests/process/ray/": ["tests/process/ray/b.py::test_1", "tests/process/ray/c.py::test_1"],
@@ -115,7 +117,7 @@ def test_a_process_gets_of_all_files_and_folders_the_one_that_takes_longest(
         scheduling._assign_work_unit(process)
     assert sent == [
         test
-        for name in ("tests/process/ray/", "tests/a.py", "tests/new.py", "tests/d.py")
+        for name in ("tests/process/ray/", "tests/a.py", "tests/new.py", "tests/d.py", "tests/notebook/e.py")
         for test in units[name]
     ]
 

@@ -49,3 +49,7 @@ def test_the_status_is_that_of_what_failed_and_all_output_is_shown(
 
 def test_the_status_is_0_where_nothing_failed() -> None:
     assert run([[sys.executable, "-c", ""]] * 2) == 0
+
+
+def test_the_status_of_a_part_is_that_of_its_pytest() -> None:
+    assert run([[sys.executable, "-m", "tests.tools.one_part", "--no-such-option"]]) == 4
