@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from enum import Enum
 
 from llvmlite import ir
 
@@ -18,6 +18,17 @@ from nbengine.kernels.cpu.shuffles import fold
 
 _AHEAD = 4096
 """Bytes from what is read of the weight to what is brought to the cache meanwhile."""
+
+
+class Prefetch(Enum):
+    """What a product of a block's rows brings to the cache of the rows of the weight that come next."""
+
+    NOTHING = "nothing"
+    ALL = "all"
+    """All that is as far ahead as what is multiplied: the first of a few products does that."""
+    ROW = "a row"
+    """One of the next rows: of many products each does that until all are there, so that memory is read while numbers
+    are multiplied instead of before."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +69,10 @@ def multiply_vectors(kind: DenseKind, block: Block, code: Code, args: Int) -> No
                 source = weight + (columns - tail) * kind.weight.size
                 frame.copy_row(source, tails + number * kind.block_bytes, tail, kind.weight)
         valid = (out_features - first).at_most(block.outputs)
-        for count, row, is_first in _rows(code, block, position, start, stop):
-            it = _Product(frame, weights, tails, row, count, is_first)
+        for count, row, prefetch in _rows(code, block, position, start, stop):
+            next_row = (first + block.outputs + (row - start) // count).at_most(out_features - 1)
+            following = frame.get("weight") + next_row * frame.get("weight_stride")
+            it = _Product(frame, weights, tails, row, count, prefetch, following)
             if count == 1 and block.is_serial:
                 found = [each for output in range(block.outputs) for each in it.sums(output, output + 1)]
             else:
@@ -69,34 +82,47 @@ def multiply_vectors(kind: DenseKind, block: Block, code: Code, args: Int) -> No
                 frame.write(fold(code, [each.get() for each in own]), row + number, first, valid)
 
 
-def _rows(code: Code, block: Block, position: Int, start: Int, stop: Int) -> Iterator[tuple[int, Int, bool]]:
-    """Go over rows of x, some at a time; yield how many, the first one, and whether there are none before them.
+def _rows(
+    code: Code, block: Block, position: Int, start: Int, stop: Int
+) -> Iterator[tuple[int, Int, Prefetch]]:
+    """Go over rows of x, some at a time; yield how many, the first one, and what is brought to the cache meanwhile.
     `position` is a place on the stack."""
+    b = code.builder
     code.store_int(start, position)
-    for count, is_first in product(block.rows, (True, False)):
+    for index, count in enumerate(block.rows):
+        spread = count * block.outputs
+        for prefetch in [Prefetch.ROW] * (index == 0) + [Prefetch.ALL, Prefetch.NOTHING]:
 
-        def fits(count: int = count, is_first: bool = is_first) -> ir.Value:
-            row = code.load_int(position)
-            found = (stop - row).compare(">=", count)
-            return code.builder.and_(found, row.compare("==", start)) if is_first else found
+            def fits(count: int = count, prefetch: Prefetch = prefetch, spread: int = spread) -> ir.Value:
+                row = code.load_int(position)
+                found = (stop - row).compare(">=", count)
+                match prefetch:
+                    case Prefetch.ROW:
+                        are_many = (stop - start).compare(">=", spread)
+                        return b.and_(b.and_(found, are_many), (row - start).compare("<", spread))
+                    case Prefetch.ALL:
+                        return b.and_(found, row.compare("==", start))
+                    case _:
+                        return found
 
-        with code.loop_while(fits):
-            row = code.load_int(position)
-            yield count, row, is_first
-            code.store_int(row + count, position)
+            with code.loop_while(fits):
+                row = code.load_int(position)
+                yield count, row, prefetch
+                code.store_int(row + count, position)
 
 
 @dataclass(frozen=True)
 class _Product:
-    """The product of some rows of the weight with `count` rows of x, from `row` on; the first ones of a block bring
-    what comes next of the weight to the cache."""
+    """The product of some rows of the weight with `count` rows of x, from `row` on, which brings more of the weight to
+    the cache; `following` is the address of the row that `Prefetch.ROW` brings."""
 
     frame: Frame
     weights: list[Int]
     tails: Int
     row: Int
     count: int
-    prefetches: bool
+    prefetch: Prefetch
+    following: Int
 
     def sums(self, begin: int, end: int) -> list[Accumulator]:
         """Multiply; return the sums of each row of x with each of the weight's from `begin` to `end`, in 16 lanes."""
@@ -109,8 +135,10 @@ class _Product:
         with code.loop(0, columns // step) as number:
             here = number * (step * kind.weight.size)
             factors = []
+            if self.prefetch is Prefetch.ROW:
+                code.prefetch(self.following + here, CacheLevel.FIRST)
             for weight in self.weights[begin:end]:
-                if self.prefetches:
+                if self.prefetch is Prefetch.ALL:
                     code.prefetch(weight + here + _AHEAD, CacheLevel.FIRST)
                 factors.append(self._factor(weight + here, is_laid_out=False))
             self._add(factors, [each + number * kind.block_bytes for each in x], found)
