@@ -21,7 +21,7 @@ _AHEAD = 4096
 
 
 class Prefetch(Enum):
-    """What a product of a block's rows brings to the cache of the rows of the weight that come next."""
+    """The rows of the weight that a product of a block's rows brings to the cache for the next products."""
 
     NOTHING = "nothing"
     ALL = "all"
