@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
+import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import bench_peers
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
@@ -253,6 +258,25 @@ def test_an_engine_that_cannot_be_imported_is_missing_with_a_command(tmp_path: P
     command = engines.install_command(engines.PEERS["llama_cpp"], processes.python("llama_cpp"))
     assert command.startswith(f"{python} -m pip install 'llama-cpp-python[server]==")
     assert all(engines.install_command(peer, "python") for peer in engines.PEERS.values())
+
+
+def measured_by_make(*variables: str) -> list[argparse.Namespace]:
+    """Return the arguments with which make would measure, one after the other."""
+    command = ["make", "--no-print-directory", "-n", "-o.venv/.installed-peers", "bench-peers", *variables]
+    root = engines.BENCHMARKS.parent
+    printed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"bench_peers\.py (.+?)(?: \|\| .+)?$", printed, re.MULTILINE)
+    return [bench_peers.options().parse_args(shlex.split(line)) for line in lines]
+
+
+def test_make_measures_each_file_into_a_table_of_its_own_or_one_that_is_given() -> None:
+    default, *made = measured_by_make()
+    assert (default.model, default.shape) == ("smollm2-135m", None)
+    assert [(each.shape, each.types) for each in made] == [("0.6b", "Q4_K_M"), ("0.6b", "Q8_0")]
+    assert all(each.folder is not None for each in made)
+    assert len({each.json for each in (default, *made)}) == 3
+    (given,) = measured_by_make("MODEL=given.gguf")
+    assert (given.model, given.shape) == ("given.gguf", None)
 
 
 def test_an_engine_is_tried_with_fewer_threads_than_there_are() -> None:
