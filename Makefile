@@ -3,7 +3,7 @@
 # make quick  linters, and the tests that a change touches, in a minute (BASE=main: since that commit)
 # make check  linters and types, then the tests        make gpu-check  on a machine with a CUDA GPU
 # make bench  every benchmark, one after another       make lock       write constraints.txt again
-# make bench-peers  beside llama.cpp, OpenVINO and transformers, which it installs
+# make bench-peers  beside llama.cpp, OpenVINO, mistral.rs and transformers, which it installs (MODEL=file: one file)
 # make soak-tests  what kills and waits, TIMES=3 beside LOAD=6 busy processes (TESTS=tests/unit: others)
 # make models  how each family was compared with transformers, into docs/models.md
 # make durations  how long the suites take, into CONTRIBUTING.md
@@ -98,9 +98,20 @@ gpu-check:
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run_all.py
 
-# Beside llama.cpp, OpenVINO and transformers, with weights of the default model (MODEL=file.gguf: of another).
+# Beside other engines, on three files: weights of the default model, and random ones of a Qwen 3 0.6B in two types of
+# blocks. An engine that fails with one file does not keep the others from being measured. MODEL=file.gguf: that alone.
+PEERS := $(BIN)/python benchmarks/bench_peers.py
+MADE := --shape 0.6b --folder build/peers
 bench-peers: $(VENV)/.installed-peers
-	$(BIN)/python benchmarks/bench_peers.py $(if $(MODEL),--model $(MODEL)) --out docs/benchmarks/peers.json
+ifdef MODEL
+	$(PEERS) --model $(MODEL) --out docs/benchmarks/peers.json
+else
+	failed=; \
+	$(PEERS) --out docs/benchmarks/peers.json || failed=1; \
+	$(PEERS) $(MADE) --types Q4_K_M --out docs/benchmarks/peers_06b_q4_k_m.json || failed=1; \
+	$(PEERS) $(MADE) --types Q8_0 --out docs/benchmarks/peers_06b_q8_0.json || failed=1; \
+	test -z "$$failed"
+endif
 	$(BIN)/python benchmarks/bench_quality.py $(if $(MODEL),--model $(MODEL)) --out docs/benchmarks/quality.json
 	$(BIN)/python benchmarks/bench_server.py $(if $(MODEL),--model $(MODEL)) --python $(BIN)/python --json docs/benchmarks/server.json
 

@@ -117,7 +117,7 @@ class Comparison:
         )
 
     def _round(self, case: Case, engine: str, figures: Figures, kv_tokens: int, *, is_first: bool) -> float:
-        if is_first and engine in PEERS and PEERS[engine].tries_threads:
+        if is_first and engine in PEERS and PEERS[engine].tries_threads and case.kind != "memory":
             found = {n: self._one(case, engine, n, kv_tokens)[0] for n in thread_choices(self._threads)}
             best = max if case.more_is_better else min
             figures.threads[engine] = best(found, key=found.__getitem__)
@@ -180,7 +180,7 @@ def main() -> int:
     rows = [row(figures, [OURS, *names], missing) for figures in found]
     if comparison.memory:
         torch = json.loads(processes.output("peers.memory", "torch", threads=arguments.threads))
-        report("resident memory after the run, MiB", memory_rows(comparison.memory, torch), None)
+        report("resident memory at the last token, MiB", memory_rows(comparison.memory, torch), None)
     report(
         f"{model.name}, {arguments.threads} threads",
         rows,

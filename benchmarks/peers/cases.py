@@ -14,6 +14,8 @@ LONG = 1024
 """Tokens of all prompts together, from which on a run needs no repetition."""
 VERY_LONG = 4096
 """Tokens of a prompt, from which on a run warms up by itself."""
+IN_USE = 4096
+"""Tokens whose keys and values an engine has when its memory is measured: those of one request, which all can take."""
 FIRST_ID, LAST_ID = 100, 40000
 """Token ids are drawn from here, unless the vocabulary is smaller."""
 
@@ -26,7 +28,7 @@ class Case:
     kind: str
     """"decode" (tokens a second after the first), "prefill" (prompt tokens a second until the first),
     "streams" (new tokens a second, prompts included), "start" (seconds from nothing to the first token) or
-    "memory" (MiB after the run)."""
+    "memory" (MiB when the last token is computed)."""
     streams: int
     prompt: int
     new_tokens: int
@@ -41,6 +43,11 @@ class Case:
         """Tell whether the figure is a rate."""
         return self.unit == "tok/s"
 
+    def room(self, kv_tokens: int) -> int:
+        """Return the room for tokens that every engine gets: `kv_tokens`, which serve all cases. Where memory is
+        measured it is what the case uses, whatever the other cases are."""
+        return self.streams * (self.prompt + self.new_tokens) if self.kind == "memory" else kv_tokens
+
     def job(self, model: str, threads: int, vocabulary: int, kv_tokens: int) -> Job:
         """Return the work for an engine's process; all engines get the same token ids."""
         chooser = random.Random(f"{self.streams} {self.prompt}")
@@ -52,7 +59,16 @@ class Case:
         # A short run needs several for its median; a long one is long enough.
         repeats = 1 if once or self.streams * self.prompt >= LONG else 3
         warmups = 0 if once or self.prompt >= VERY_LONG else 1
-        return Job(model, threads, prompts, self.new_tokens, warmups, repeats, kv_tokens)
+        return Job(
+            model,
+            threads,
+            prompts,
+            self.new_tokens,
+            warmups,
+            repeats,
+            self.room(kv_tokens),
+            wants_memory=self.kind == "memory",
+        )
 
     def figure(self, answer: Answer, spawned_at: float) -> float:
         """Make the figure of what an engine's process has answered; it was started at `spawned_at`."""
@@ -76,7 +92,7 @@ class Case:
         if self.kind == "start":
             return costs.file_bytes / rates.read + prefill
         if self.kind == "memory":
-            return (costs.file_bytes + kv_tokens * costs.kv_values * KV_BYTES) / 2**20
+            return (costs.file_bytes + self.room(kv_tokens) * costs.kv_values * KV_BYTES) / 2**20
         return self._rate(prefill, prefill + decode)
 
 
@@ -95,11 +111,12 @@ def cases(quick: bool) -> list[Case]:
             for count in counts
         ),
         Case("from nothing to the first token", "start", 1, START_PROMPT, 1),
-        Case("resident memory (PSS)", "memory", 8, 128, 32),
+        Case(f"resident memory (PSS), {IN_USE:,} tokens of KV", "memory", 1, IN_USE - 64, 64),
     ]
 
 
 def tokens_needed(chosen: list[Case]) -> int:
-    """Return the room for tokens that every engine gets: that of the largest case, to a power of 2."""
-    most = max(case.streams * (case.prompt + case.new_tokens + 16) for case in chosen)
+    """Return the room for tokens that serves all cases but that of memory: that of the largest, to a power of 2."""
+    timed = [case for case in chosen if case.kind != "memory"]
+    most = max((case.streams * (case.prompt + case.new_tokens + 16) for case in timed), default=1)
     return 1 << (most - 1).bit_length()

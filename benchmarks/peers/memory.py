@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import subprocess
 import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 KINDS = ("weights", "libraries", "shared memory", "other files", "anonymous")
 """The kinds of pages; those of weights are known only where a file with them is mapped."""
 WEIGHTS_BYTES = 1 << 20
 """A mapped file that is no library is taken for weights from this size on."""
+WATCH_SECONDS = 0.05
+"""Seconds between two readings of a watched engine's memory."""
 
 
 def kind_of(path: str, model: str, file_bytes: int) -> str:
@@ -64,8 +69,51 @@ def resident(pids: list[int], model: str) -> dict[str, Any]:
     return {"rss": rss, "pss": kinds.total(), "kinds": dict(kinds), "processes": processes}
 
 
+class Watch:
+    """Reads the memory of an engine's processes again and again while its block runs; `last` is what was read last.
+
+    Engines may give keys and values back when a request ends, so that later their memory is not that of a request. It
+    is read by a process of its own: an engine may keep the interpreter to itself.
+    """
+
+    def __init__(self, pids: list[int], model: str) -> None:
+        self.last: dict[str, Any] = {}
+        self._command = [sys.executable, "-m", "peers.memory", "--watch", model, *map(str, pids)]
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        # The first reading is there: the process has started, which takes longer than some runs.
+        self._process.stdout.readline()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        found, _ = self._process.communicate()
+        if error is None:
+            self.last = json.loads(found)
+
+
+def watch(pids: list[int], model: str) -> None:
+    """Read memory until the standard input ends, and print the last reading that had ended before."""
+    found = resident(pids, model)
+    print(flush=True)
+    while not select.select([sys.stdin], [], [], WATCH_SECONDS)[0]:
+        reading = resident(pids, model)
+        if not select.select([sys.stdin], [], [], 0)[0]:
+            found = reading
+    print(json.dumps(found))
+
+
 def main() -> None:
-    """Print what this process takes after importing a module: `python -m peers.memory MODULE`."""
+    """Print what this process takes after importing a module, `python -m peers.memory MODULE`, or watch others,
+    `--watch MODEL PID PID`."""
+    if sys.argv[1] == "--watch":
+        watch([int(pid) for pid in sys.argv[3:]], sys.argv[2])
+        return
     import_module(sys.argv[1])
     print(json.dumps(resident([os.getpid()], "")))
 

@@ -42,6 +42,8 @@ class Job:
     logits_path: str = ""
     kv_cache_dtype: str = "auto"
     """The type of nbengine's KV cache; the others have one of their own."""
+    wants_memory: bool = False
+    """The engine's memory is read again and again while it runs, which takes a little of its time."""
 
     @property
     def most_streams(self) -> int:
@@ -73,7 +75,8 @@ class Answer:
     first_token_at: float = 0.0
     """The time of the first token of the first run, by `time.monotonic()`, which all processes share."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """See `peers.memory.resident`: of all the engine's processes, after the run."""
+    """See `peers.memory.resident`: of all the engine's processes, the last time before the run ended; {} where it was
+    not asked for."""
 
     def encode(self) -> str:
         """Render as JSON in one line."""

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from importlib import import_module
 
-from peers.memory import resident
+from peers.memory import Watch
 from peers.protocol import Answer, Engine, Job
 
 
 def answer(engine: Engine, job: Job, version: str) -> Answer:
     """Run the job's batch as often as it says."""
     first_token_at, timings = 0.0, []
-    for number in range(job.warmups + job.repeats):
-        start = time.monotonic()
-        timing = engine.generate(job.prompts, job.new_tokens)
-        first_token_at = first_token_at or start + timing.first
-        if number >= job.warmups:
-            timings.append(timing)
-    return Answer(version, timings, first_token_at, resident(engine.pids(), job.model))
+    watch = Watch(engine.pids(), job.model) if job.wants_memory else None
+    with watch or nullcontext():
+        for number in range(job.warmups + job.repeats):
+            start = time.monotonic()
+            timing = engine.generate(job.prompts, job.new_tokens)
+            first_token_at = first_token_at or start + timing.first
+            if number >= job.warmups:
+                timings.append(timing)
+    return Answer(version, timings, first_token_at, watch.last if watch is not None else {})
 
 
 def write_logits(engine: Engine, job: Job, first: int) -> None:

@@ -32,6 +32,8 @@ from nbengine.models.registry import decoder_config, load_family
 from nbengine.runtime.progress import ProgressCallback, Reporter
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PLAIN_TYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The types of GGUF matrices without blocks, and those that hold them."""
 _CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
@@ -51,10 +53,11 @@ def resolve_device(config: ModelConfig) -> torch.device:
 def resolve_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
     """Return the dtype of dense weights.
 
-    "auto" is the checkpoint's own type for safetensors: the one that config.json states, else that of most of its numbers. For GGUF files, whose blocks have none, it is the 16-bit type
-    that the device computes fast, else that of all matrices without blocks, else float32. A type for which the device
-    has no fast products gives way: bfloat16 to float16 on older GPUs, and on the CPU float16 to float32 (exactly),
-    unless all products take such weights as they are.
+    "auto" is the checkpoint's own type for safetensors: the one that config.json states, else that of most of its
+    numbers. For GGUF files, whose blocks have none, it is the 16-bit type that the device computes fast, else one for
+    the matrices that do not stay quantised, else float32. A type for which the device has no fast products gives way:
+    bfloat16 to float16 on older GPUs, and on the CPU float16 to float32 (exactly), unless all products take such
+    weights as they are.
 
     Raises:
         ModelLoadError: config.json states a type that is not a floating-point type we know, or an architecture that is
@@ -260,13 +263,19 @@ def weights_bytes_of(
 
 
 def _stored_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    """Return the 16-bit type of all of a GGUF file's matrices that do not stay quantised, if products take them as they
-    are, else float32."""
+    """Return the 16-bit type of a GGUF file's matrices that do not stay quantised, if products take such weights as they
+    are, else float32.
+
+    It is the one that all of them have. Where blocks are among them, for which there are no products, it is float16,
+    which is the nearer to them, or bfloat16 if there are others beside them that float16 may not hold.
+    """
     types = set().union(*(dense_types(Path(path)) for path in config.weights))
-    for name, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16)):
-        if types == {name} and _takes(dtype, hf_config, device):
-            return dtype
-    return torch.float32
+    plain = types & _PLAIN_TYPES.keys()
+    if types > plain:
+        wanted = [torch.float16, torch.bfloat16] if plain <= {"F16"} else [torch.bfloat16]
+    else:
+        wanted = [_PLAIN_TYPES[name] for name in plain] if len(plain) == 1 else []
+    return next((each for each in wanted if _takes(each, hf_config, device)), torch.float32)
 
 
 def _takes(dtype: torch.dtype, hf_config: Mapping[str, Any], device: torch.device) -> bool:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +16,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import bench_peers
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from peers import engines, make_gguf
-from peers.cases import Case, cases, tokens_needed
+from peers import engines, make_gguf, memory, worker
+from peers.cases import IN_USE, Case, cases, tokens_needed
 from peers.costs import ModelCosts, Rates, read_costs
 from peers.memory import read_smaps
 from peers.protocol import Answer, Job, Timing
@@ -73,7 +80,7 @@ def test_the_floor_of_many_streams_reads_the_weights_once_a_step() -> None:
 
 def test_the_floor_of_memory_is_the_file_and_the_room_for_keys_and_values() -> None:
     case = replace(DECODE, kind="memory")
-    assert case.floor(COSTS, READS_SLOWLY, 100) == pytest.approx((1100 + 100 * 16) / 2**20)
+    assert case.floor(COSTS, READS_SLOWLY, 100) == pytest.approx((1100 + (64 + 11) * 16) / 2**20)
 
 
 def figures(case: Case, floor: float, **rounds: list[float]) -> Figures:
@@ -136,6 +143,66 @@ def test_every_engine_gets_room_for_the_largest_case() -> None:
     assert {case.streams for case in chosen if case.kind == "streams"} == {1, 8, 32}
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_memory_is_measured_with_the_same_tokens_in_use_whatever_else_is_measured(quick: bool) -> None:
+    chosen = cases(quick)
+    (case,) = (case for case in chosen if case.kind == "memory")
+    others = [each for each in chosen if each is not case]
+    assert tokens_needed(chosen) == tokens_needed(others)
+    for kv_tokens in (tokens_needed([case]), tokens_needed(chosen)):
+        job = case.job("m.gguf", 2, vocabulary=300, kv_tokens=kv_tokens)
+        assert job.kv_tokens == sum(map(len, job.prompts)) + job.new_tokens == IN_USE
+        assert job.wants_memory
+    assert all(peer.takes(case.streams) for peer in engines.PEERS.values())
+    assert not any(each.job("m.gguf", 2, 300, 64).wants_memory for each in others)
+
+
+class NoEngine:
+    """Answers at once, and consists of this process."""
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> Timing:
+        return Timing(0.0, 1.0)
+
+    def logits(self, prompts: list[list[int]], first: int) -> None:
+        raise NotImplementedError
+
+    def pids(self) -> list[int]:
+        return [os.getpid()]
+
+    def close(self) -> None:
+        pass
+
+
+def test_memory_is_read_while_an_engine_runs_and_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(engines.BENCHMARKS))
+    job = Job("m.gguf", 1, [[1]], 1)
+    assert worker.answer(NoEngine(), job, "1").memory == {}
+    found = worker.answer(NoEngine(), replace(job, wants_memory=True), "1").memory
+    assert found["processes"] == {str(os.getpid()): found["pss"]}
+    assert found["pss"] > 0
+
+
+def test_memory_is_that_of_the_last_reading_before_the_run_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stdin, end = os.pipe()
+    readings = iter([100, 200, 300])
+
+    def resident(pids: list[int], model: str) -> dict[str, int]:
+        pss = next(readings)
+        if pss == 300:
+            os.close(end)
+        return {"pss": pss}
+
+    monkeypatch.setattr(memory, "resident", resident)
+    with os.fdopen(stdin) as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        memory.watch([1], "m.gguf")
+    assert json.loads(capsys.readouterr().out) == {"pss": 200}
+
+
 def test_a_job_gives_every_engine_the_same_ids_of_the_vocabulary() -> None:
     case = Case("", "streams", 3, 20, 4)
     job, again = (case.job("m.gguf", 2, vocabulary=300, kv_tokens=64) for _ in range(2))
@@ -166,7 +233,7 @@ def test_memory_is_told_apart_by_what_the_pages_belong_to() -> None:
 
 
 def test_the_memory_table_has_torch_by_itself() -> None:
-    def memory(mib: int) -> dict[str, object]:
+    def taken(mib: int) -> dict[str, object]:
         return {
             "rss": 2 * mib << 20,
             "pss": mib << 20,
@@ -174,7 +241,7 @@ def test_the_memory_table_has_torch_by_itself() -> None:
             "processes": {"1": mib << 20},
         }
 
-    rows = memory_rows({"nbengine": memory(500)}, memory(150))
+    rows = memory_rows({"nbengine": taken(500)}, taken(150))
     assert [(cells["what"], cells["RSS"], cells["PSS"]) for cells in rows] == [
         ("nbengine", "1000", "500"),
         ("importing torch alone", "300", "150"),
@@ -191,6 +258,25 @@ def test_an_engine_that_cannot_be_imported_is_missing_with_a_command(tmp_path: P
     command = engines.install_command(engines.PEERS["llama_cpp"], processes.python("llama_cpp"))
     assert command.startswith(f"{python} -m pip install 'llama-cpp-python[server]==")
     assert all(engines.install_command(peer, "python") for peer in engines.PEERS.values())
+
+
+def measured_by_make(*variables: str) -> list[argparse.Namespace]:
+    """Return the arguments with which make would measure, one after the other."""
+    command = ["make", "--no-print-directory", "-n", "-o.venv/.installed-peers", "bench-peers", *variables]
+    root = engines.BENCHMARKS.parent
+    printed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"bench_peers\.py (.+?)(?: \|\| .+)?$", printed, re.MULTILINE)
+    return [bench_peers.options().parse_args(shlex.split(line)) for line in lines]
+
+
+def test_make_measures_each_file_into_a_table_of_its_own_or_one_that_is_given() -> None:
+    default, *made = measured_by_make()
+    assert (default.model, default.shape) == ("smollm2-135m", None)
+    assert [(each.shape, each.types) for each in made] == [("0.6b", "Q4_K_M"), ("0.6b", "Q8_0")]
+    assert all(each.folder is not None for each in made)
+    assert len({each.json for each in (default, *made)}) == 3
+    (given,) = measured_by_make("MODEL=given.gguf")
+    assert (given.model, given.shape) == ("given.gguf", None)
 
 
 def test_an_engine_is_tried_with_fewer_threads_than_there_are() -> None:

@@ -115,8 +115,8 @@ class GGUFWeights:
             self._pack(piece, piece.form, raw.reshape(region.num_rows, -1))
             return region.num_bytes
         values = dequantize(torch.from_numpy(raw).to(target.device), source.type).view(region.num_rows, -1)
-        if GGML_QUANT_SIZES[source.type][0] > 1 and not values.isfinite().all():
-            raise ModelLoadError(self._not_finite(piece.name))
+        if GGML_QUANT_SIZES[source.type][0] > 1:
+            self._check_numbers(piece.name, values, target.dtype)
         if piece.columns is not None:
             values = values[:, torch.from_numpy(piece.columns).to(target.device)]
         values = values[:, region.skip : region.skip + region.num_columns]
@@ -129,6 +129,16 @@ class GGUFWeights:
             values = self._logarithms(source.name, values)
         target.copy_(values if order is None else values[torch.from_numpy(order).to(target.device)])
         return region.num_bytes
+
+    def _check_numbers(self, name: str, values: Tensor, dtype: torch.dtype) -> None:
+        """Refuse the values of blocks that are no numbers, or none in the type that is to hold them."""
+        if not values.isfinite().all():
+            raise ModelLoadError(self._not_finite(name))
+        if values.abs().max() > torch.finfo(dtype).max:
+            held = str(dtype).removeprefix("torch.")
+            raise ModelLoadError(
+                f"{self.path}: tensor {name} has numbers beyond the largest of {held}; dtype='float32' holds them"
+            )
 
     def _not_finite(self, name: str) -> str:
         return f"{self.path}: corrupt: tensor {name} has a scale that is not finite"

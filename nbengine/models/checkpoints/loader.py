@@ -116,7 +116,7 @@ def load_decoder(
         model = _load_kept(build, weights, Origin(paths, repr(config)), store, report)
     else:
         model = _load(build, weights, device, report)
-    if packed.formats:
+    if packed.formats or is_gguf(paths[0]):
         _log_formats(model)
     if isinstance(config.quantization, Fp8Blocks):
         held = str(dtype).removeprefix("torch.")

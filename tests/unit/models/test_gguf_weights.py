@@ -24,6 +24,7 @@ from nbengine.models.checkpoints.gguf_dequant import dequantize
 from nbengine.models.checkpoints.loader import load_decoder
 from nbengine.models.configs.pooling_config import longest_model_len
 from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.layers.weights import ALL_DENSE, PackedFormats
 from nbengine.models.registry import decoder_config
 from nbengine.runtime.progress import Reporter
 
@@ -31,15 +32,18 @@ TOKENS = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(4))
 QUANTISABLE = [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 
 
-def load_gguf(path: Path, parallel: ParallelState = SINGLE) -> DecoderForCausalLM:
+def load_gguf(
+    path: Path, parallel: ParallelState = SINGLE, dtype: torch.dtype = torch.float32
+) -> DecoderForCausalLM:
     return load_decoder(
         decoder_config(hf_config(read_header(path))),
         (path,),
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         max_positions=None,
         report=Reporter(None, "load"),
         parallel=parallel,
+        packed=ALL_DENSE if dtype is torch.float32 else PackedFormats(is_wide=True),
     )
 
 
@@ -263,6 +267,45 @@ def test_a_block_type_without_dequantisation_is_refused_by_name() -> None:
     _, block_bytes = GGML_QUANT_SIZES[Kind.Q8_K]
     with pytest.raises(ModelLoadError, match="Q8_K"):
         dequantize(torch.zeros(block_bytes, dtype=torch.uint8), Kind.Q8_K)
+
+
+@pytest.fixture
+def of_ternary_blocks(tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any) -> Path:
+    """A file whose blocks have no products."""
+    oracle = random_model("Qwen2", hidden_size=256, intermediate_size=256)
+    variant = gguf_variant(arch="qwen2", weight_type=Kind.TQ2_0)
+    path: Path = write_gguf(tmp_path / "model.gguf", oracle, variant)
+    return path
+
+
+def test_blocks_without_products_are_held_in_16_bits_and_one_line_says_so(
+    of_ternary_blocks: Path, make_runner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        short = load_gguf(of_ternary_blocks, dtype=torch.float16)
+    matrices = len([slot for slot in short.weight_slots().values() if len(slot.full_shape) == 2])
+    assert f"matrices by type: float16 {matrices}; in float16: " in caplog.text
+    exact = load_gguf(of_ternary_blocks)
+    assert short.weights_bytes < 0.52 * exact.weights_bytes
+    # A level times a scale of 16 bits is a number of float16.
+    logits, expected = (make_runner(model).step({"a": TOKENS})["a"] for model in (short, exact))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-2)
+
+
+def test_numbers_of_blocks_that_float16_does_not_hold_are_refused_with_the_tensor(
+    of_ternary_blocks: Path,
+) -> None:
+    tensor = read_header(of_ternary_blocks).tensors["blk.1.ffn_down.weight"]
+    contents = bytearray(of_ternary_blocks.read_bytes())
+    largest = np.float16(65504).tobytes()
+    end = tensor.offset + GGML_QUANT_SIZES[Kind.TQ2_0][1]
+    # The levels are from -1 to 2: the largest is given, too.
+    contents[tensor.offset : end] = b"\xff" * (end - tensor.offset - 2) + largest
+    of_ternary_blocks.write_bytes(contents)
+    named = r"model\.layers\.1\.mlp\.down_proj\.weight has numbers beyond the largest of float16"
+    with pytest.raises(ModelLoadError, match=named):
+        load_gguf(of_ternary_blocks, dtype=torch.float16)
+    load_gguf(of_ternary_blocks)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

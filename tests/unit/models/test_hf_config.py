@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +357,8 @@ def gguf_of(
 ) -> Callable[..., tuple[ModelConfig, dict[str, Any]]]:
     def make(kind: Kind, dense: str = "no matrix") -> tuple[ModelConfig, dict[str, Any]]:
         variant = gguf_variant(arch="llama", weight_type=kind, dense=dense)
-        path = write_gguf(tmp_path / "model.gguf", random_model("Llama", hidden_size=64), variant)
+        model = random_model("Llama", hidden_size=256, intermediate_size=256)
+        path = write_gguf(tmp_path / "model.gguf", model, variant)
         return ModelConfig(weights=(str(path),)), hf_config(read_header(path))
 
     return make
@@ -382,9 +384,12 @@ def test_dtype_auto_of_a_gguf_is_what_the_cpu_multiplies_fast(
         (Kind.F32, "no matrix", torch.float32),
         (Kind.F16, "o_proj", torch.float32),
         (Kind.Q8_0, "no matrix", torch.float32),
+        # There are no products with these blocks.
+        (Kind.TQ2_0, "no matrix", torch.float16),
+        (Kind.TQ2_0, "o_proj", torch.bfloat16),
     ],
 )
-def test_a_gguf_keeps_its_16_bits_where_none_are_multiplied_fast(
+def test_a_gguf_keeps_or_gets_16_bits_where_none_are_multiplied_fast(
     kind: Kind, dense: str, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch, gguf_of: Any
 ) -> None:
     monkeypatch.setattr(loading, "cpu_has_bf16_products", lambda: False)
@@ -394,6 +399,21 @@ def test_a_gguf_keeps_its_16_bits_where_none_are_multiplied_fast(
     assert resolve_dtype(*gguf, CPU) is torch.float32
     monkeypatch.setattr(loading, "cpu_has_bf16_products", lambda: True)
     assert resolve_dtype(*gguf, CPU) is torch.bfloat16
+
+
+def test_blocks_without_products_have_bfloat16_where_float16_is_not_converted(
+    monkeypatch: pytest.MonkeyPatch, gguf_of: Any
+) -> None:
+    monkeypatch.setattr(loading, "cpu_has_bf16_products", lambda: False)
+    select = loading.select_dense
+    monkeypatch.setattr(
+        loading,
+        "select_dense",
+        lambda device, dtype: TiledProducts() if dtype is torch.float16 else select(device, dtype),
+    )
+    config, stated = gguf_of(Kind.TQ2_0)
+    assert resolve_dtype(config, stated, CPU) is torch.bfloat16
+    assert resolve_dtype(replace(config, dtype="float32"), stated, CPU) is torch.float32
 
 
 @pytest.mark.parametrize(("supported", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
