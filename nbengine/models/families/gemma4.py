@@ -50,6 +50,7 @@ class Gemma4(TextPart):
     """
 
     title = "Gemma 4 (text)"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "num_key_value_heads": 4,
         "head_dim": 256,

@@ -23,6 +23,7 @@ class Granite(DecoderFamily):
     """Granite 3, dense: Llama whose embeddings, scores, blocks and logits are multiplied by numbers."""
 
     title = "Granite 3"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"max_position_embeddings": 2048}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,8 +35,11 @@ class Bamba(DecoderFamily):
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262_144,
-        "partial_rotary_factor": 0.5,
     }
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`; half of a head turns unless what is said of the rotary embedding is otherwise."""
+        return super().config({**hf, "partial_rotary_factor": 0.5})
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -73,6 +76,7 @@ class Mamba2(Bamba):
     """Mamba-2: there are neither attention nor feed-forward blocks."""
 
     title = "Mamba-2"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"max_position_embeddings": _LONGEST, "layer_norm_epsilon": 1e-5}
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:

@@ -20,6 +20,7 @@ class Olmo(DecoderFamily):
     """OLMo 1, whose norms have no weights."""
 
     title = "OLMo 1"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +39,7 @@ class Olmoe(DecoderFamily):
 
     title = "OLMoE"
     has_experts = True
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "intermediate_size": 2048,
         "max_position_embeddings": 4096,
@@ -70,6 +72,7 @@ class Olmo2(DecoderFamily):
     """OLMo 2: what comes out of a block is normalised, and queries and keys over all heads."""
 
     title = "OLMo 2"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,26 @@ from nbengine.models.configs.moe_config import MoEConfig, num_experts_of
 from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_alike, layers_of, window_of
 
+_IMAGES_2: Mapping[str, Any] = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_window_layers": 80,
+}
+_IMAGES_3: Mapping[str, Any] = {"rope_theta": 5e5}
+"""The entries that are assumed of models with images where config.json has none."""
+
 
 class Qwen2(TextPart):
     """Qwen 1.5, 2 and 2.5; the text of the models with images, too, whose three positions are one in a text."""
 
     title = "Qwen 1.5, 2, 2.5; Qwen2-VL, 2.5-VL (text)"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 32}
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`."""
+        return super().config(_with_images(hf, _IMAGES_2))
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -30,7 +44,12 @@ class Qwen3(TextPart):
     """Qwen 3, dense; the text of the models with images, too."""
 
     title = "Qwen 3; Qwen3-VL (text)"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 32, "head_dim": 128}
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`."""
+        return super().config(_with_images(hf, _IMAGES_3))
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -48,6 +67,7 @@ class Qwen2Moe(DecoderFamily):
 
     title = "Qwen 1.5, 2 MoE"
     has_experts = True
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 16}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,6 +85,7 @@ class Qwen3Moe(DecoderFamily):
 
     title = "Qwen 3 MoE"
     has_experts = True
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 4}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,6 +105,13 @@ class Qwen3VLMoe(TextPart, Qwen3Moe):
     """The text of Qwen3-VL with experts, whose weights are always divided by their sum."""
 
     title = "Qwen3-VL MoE (text)"
+    defaults: Mapping[str, Any] = {
+        **_IMAGES_3,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+    }
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`."""
@@ -105,6 +133,13 @@ class Qwen3VLMoe(TextPart, Qwen3Moe):
     def _inputs(config: DecoderConfig, name: str) -> int:
         assert config.moe is not None
         return config.moe.intermediate_size if name.endswith("down_proj") else config.hidden_size
+
+
+def _with_images(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with `defaults` where it is of a model with images and states nothing else."""
+    if not any("VL" in str(name) for name in hf.get("architectures") or ()):
+        return hf
+    return {**defaults, **{key: value for key, value in hf.items() if value is not None}}
 
 
 def _layers(hf: Mapping[str, Any], *, in_turn: bool = False) -> Any:
