@@ -54,7 +54,7 @@ class GraniteMoe(Granite):
             intermediate_size=positive(hf, "intermediate_size"),
             renormalize=True,
         )
-        return {**super().variant(hf), "moe": moe}
+        return {**super().variant(hf), "mlp_bias": False, "moe": moe}
 
     def our_name(self, name: str) -> str:
         """Files call a layer's experts block_sparse_moe."""

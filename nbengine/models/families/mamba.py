@@ -10,7 +10,7 @@ from nbengine.models.checkpoints.tensor_names import TensorPart, stacked_parts
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
 from nbengine.models.configs.hf_config import number, positive
 from nbengine.models.families.granite_hybrid import stacked_state_space, state_space
-from nbengine.models.families.recurrent_layers import layers_with_state
+from nbengine.models.families.recurrent_layers import check_activation, layers_with_state
 from nbengine.models.family import DecoderFamily
 
 _STATE, _ATTENTION = "linear_attention", "full_attention"
@@ -45,12 +45,14 @@ class Bamba(DecoderFamily):
         """See `DecoderFamily.variant`."""
         space, bias = state_space(hf), bool(hf.get("attention_bias", False))
         types = _types(hf)
+        layers = layers_with_state(types, [_STATE], [_ATTENTION], state_bytes=space.state_bytes)
+        check_activation(hf, layers)
         return {
             "attention_bias": bias,
             "attention_out_bias": bias,
             "mlp_bias": bool(hf.get("mlp_bias", False)),
             "norms": LayerNorms("input_layernorm", None, "pre_ff_layernorm", None),
-            "layers": layers_with_state(types, [_STATE], [_ATTENTION], state_bytes=space.state_bytes),
+            "layers": layers,
             "mamba2": space if _STATE in types else None,
         }
 
@@ -100,10 +102,12 @@ class Mamba2(Bamba):
         """See `DecoderFamily.variant`."""
         space = state_space(hf)
         types = [_STATE] * positive(hf, "num_hidden_layers")
+        layers = layers_with_state(types, [_STATE], [], state_bytes=space.state_bytes)
+        check_activation(hf, layers)
         return {
             "intermediate_size": 0,
             "norms": LayerNorms("norm", None, None, None),
-            "layers": layers_with_state(types, [_STATE], [], state_bytes=space.state_bytes),
+            "layers": layers,
             "mamba2": space,
         }
 

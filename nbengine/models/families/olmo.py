@@ -21,13 +21,14 @@ class Olmo(DecoderFamily):
 
     title = "OLMo 1"
     turns_parts = False
-    defaults: Mapping[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+    defaults: Mapping[str, Any] = {"max_position_embeddings": 2048}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `DecoderFamily.variant`."""
+        """See `DecoderFamily.variant`; the class has one epsilon for all."""
         bias = bool(hf.get("attention_bias", False))
         return {
             "norm_kind": "layer_plain",
+            "rms_norm_eps": 1e-5,
             "clip_qkv": None if hf.get("clip_qkv") is None else number(hf, "clip_qkv"),
             "attention_bias": bias,
             "attention_out_bias": bias,

@@ -48,8 +48,8 @@ class Qwen3(TextPart):
     defaults: Mapping[str, Any] = {"num_key_value_heads": 32, "head_dim": 128}
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
-        """See `Family.config`."""
-        return super().config(_with_images(hf, _IMAGES_3))
+        """See `Family.config`; models with images have no windows."""
+        return super().config(_with_images(hf, _IMAGES_3, use_sliding_window=False))
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -87,6 +87,8 @@ class Qwen3Moe(DecoderFamily):
     has_experts = True
     turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 4}
+    usual_experts = (128, 8, 768)
+    """The number of experts, that of a token, and the inner features of each, where config.json says nothing."""
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -96,7 +98,7 @@ class Qwen3Moe(DecoderFamily):
             "attention_bias": bias,
             "attention_out_bias": bias,
             "qk_norm": True,
-            "moe": experts_of(hf, 128, 8, 768, 0),
+            "moe": experts_of(hf, *self.usual_experts, 0),
             "layers": layers_alike(hf, window),
         }
 
@@ -105,17 +107,12 @@ class Qwen3VLMoe(TextPart, Qwen3Moe):
     """The text of Qwen3-VL with experts, whose weights are always divided by their sum."""
 
     title = "Qwen3-VL MoE (text)"
-    defaults: Mapping[str, Any] = {
-        **_IMAGES_3,
-        "num_key_value_heads": 16,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-    }
+    defaults: Mapping[str, Any] = {**_IMAGES_3, "num_key_value_heads": 16}
+    usual_experts = (60, 4, 1408)
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`."""
-        return super().config({**hf, "norm_topk_prob": True})
+        return super().config({**hf, "norm_topk_prob": True, "use_sliding_window": False})
 
     def tensor_parts(
         self, config: DecoderConfig, name: str, shape: tuple[int, ...]
@@ -135,11 +132,12 @@ class Qwen3VLMoe(TextPart, Qwen3Moe):
         return config.moe.intermediate_size if name.endswith("down_proj") else config.hidden_size
 
 
-def _with_images(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration with `defaults` where it is of a model with images and states nothing else."""
+def _with_images(hf: Mapping[str, Any], defaults: Mapping[str, Any], **own: Any) -> Mapping[str, Any]:
+    """Return a configuration that has, if it is of a model with images, `defaults` where it states nothing, and what is
+    its `own` whatever it states."""
     if not any("VL" in str(name) for name in hf.get("architectures") or ()):
         return hf
-    return {**defaults, **{key: value for key, value in hf.items() if value is not None}}
+    return {**defaults, **{key: value for key, value in hf.items() if value is not None}, **own}
 
 
 def _layers(hf: Mapping[str, Any], *, in_turn: bool = False) -> Any:

@@ -298,6 +298,20 @@ def test_a_part_of_a_head_is_turned_where_the_class_of_transformers_reads_it(nam
         assert sizes == ([16, 48] if "partial_rotary_factor" in source else [0, 0])
 
 
+IGNORED = {
+    "OlmoForCausalLM": {"rms_norm_eps": 0.5},
+    "GraniteMoeForCausalLM": {"mlp_bias": True},
+    "Qwen3VLForConditionalGeneration": {"use_sliding_window": True, "sliding_window": 16},
+    "Qwen3VLMoeForConditionalGeneration": {"use_sliding_window": True, "sliding_window": 16},
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_what_a_class_of_transformers_does_not_read_changes_nothing(name: str) -> None:
+    hf = {**STATED, "architectures": [name]}
+    assert decoder_config({**hf, **IGNORED[name]}) == decoder_config(hf)
+
+
 def test_a_part_that_bamba_turns_stands_within_what_is_said_of_the_rotary_embedding() -> None:
     hf = {**STATED, "architectures": ["BambaForCausalLM"], "head_dim": 64}
     assert decoder_config({**hf, "rope_parameters": {"partial_rotary_factor": 0.25}}).rotary_dim == 16
