@@ -12,7 +12,7 @@ from nbengine.models.checkpoints.tensor_names import TensorPart, plain_parts
 from nbengine.models.configs.decoder_config import ACTIVATIONS, DecoderConfig, LayerConfig
 from nbengine.models.configs.hf_config import max_model_len_of, num_labels_of, number, positive, stated_rope
 from nbengine.models.configs.quantization_config import stored_quantization
-from nbengine.models.configs.rope_config import DEFAULT_THETA, rope_of, rotary_dim_of
+from nbengine.models.configs.rope_config import DEFAULT_THETA, TURNS_PART, rope_of, rotary_dim_of
 
 if TYPE_CHECKING:
     from nbengine.models.causal_model import CausalModel, DecoderOptions
@@ -59,6 +59,8 @@ class DecoderFamily:
     """The entries that are assumed where config.json has none."""
     unused: tuple[str, ...] = ()
     """Beginnings of the names of tensors that a checkpoint may have and that a text model does not use."""
+    turns_parts = True
+    """False if the class of transformers turns whole heads, whatever `partial_rotary_factor` says."""
 
     def shares_experts(self, hf: Mapping[str, Any]) -> bool:  # noqa: ARG002
         """See `Family.shares_experts`."""
@@ -71,6 +73,7 @@ class DecoderFamily:
         head_dim = positive(known, "head_dim", hidden_size // num_heads)
         stated = stated_rope(known)
         rope = rope_of(known, stated, DEFAULT_THETA)
+        has_part = self.turns_parts or known.get(TURNS_PART, False)
         settings: dict[str, Any] = {
             "vocab_size": positive(known, "vocab_size"),
             "hidden_size": hidden_size,
@@ -82,7 +85,7 @@ class DecoderFamily:
             "rms_norm_eps": number(known, "rms_norm_eps", 1e-6),
             "rope_theta": rope.theta,
             "rope_scaling": rope.scaling,
-            "rotary_dim": rotary_dim_of(known, stated, head_dim),
+            "rotary_dim": rotary_dim_of(known, stated, head_dim) if has_part else 0,
             "max_position_embeddings": max_model_len_of(known),
             "tie_word_embeddings": bool(known.get("tie_word_embeddings", False)),
             "hidden_act": str(known.get("hidden_act", "silu")),

@@ -143,7 +143,7 @@ def _bamba(header: GGUFHeader) -> Entries:
         **space,
         "model_type": "bamba",
         # What a file does not say is turned whole, unlike in the class.
-        "partial_rotary_factor": rope_parameters(header).get("partial_rotary_factor", 1.0),
+        "rope_parameters": {"partial_rotary_factor": 1.0, **rope_parameters(header)},
         "architectures": ["BambaForCausalLM"],
         "attn_layer_indices": [layer for layer, kind in enumerate(types) if kind != _MAMBA],
     }

@@ -9,6 +9,7 @@ import numpy as np
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import GGUFHeader
 from nbengine.models.checkpoints.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from nbengine.models.configs.rope_config import TURNS_PART
 
 _KINDS = ("none", "linear", "yarn", "longrope")
 _YARN_NUMBERS = {
@@ -31,6 +32,8 @@ def head_dim_of(header: GGUFHeader) -> int:
 def rope_entries(header: GGUFHeader) -> dict[str, Any]:
     """Return the entries of config.json for the rotary embedding."""
     entries: dict[str, Any] = {"rope_parameters": rope_parameters(header)}
+    if "partial_rotary_factor" in entries["rope_parameters"]:
+        entries[TURNS_PART] = True
     if ROPE_FACTORS in header.tensors:
         entries["rope_frequency_factors"] = read_factors(header, ROPE_FACTORS)
     return entries

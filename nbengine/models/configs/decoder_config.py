@@ -11,7 +11,7 @@ from nbengine.kv_cache.specs import LayerRule
 from nbengine.models.configs.latent_config import LatentConfig
 from nbengine.models.configs.moe_config import MoEConfig
 from nbengine.models.configs.quantization_config import Quantization
-from nbengine.models.configs.recurrent_config import Mamba2Config, ShortConvConfig
+from nbengine.models.configs.recurrent_config import Mamba2Config, ShortConvConfig, check_kernel
 from nbengine.models.configs.rope_config import Rope, RopeScaling
 
 _MAX_LAYERS = 4096
@@ -105,6 +105,7 @@ class DeltaRuleConfig:
                 f"linear_num_value_heads ({self.value_heads}) must be a multiple of linear_num_key_heads "
                 f"({self.key_heads})"
             )
+        check_kernel("linear_conv_kernel_dim", self.kernel)
 
     @property
     def group(self) -> int:

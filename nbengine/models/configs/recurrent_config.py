@@ -38,7 +38,7 @@ class Mamba2Config:
                 f"time_step_limit must be two numbers from 0 on in ascending order, got {self.least_step} and "
                 f"{self.most_step}"
             )
-        _check_kernel("mamba_d_conv", self.kernel)
+        check_kernel("mamba_d_conv", self.kernel)
 
     @property
     def inner(self) -> int:
@@ -70,7 +70,7 @@ class ShortConvConfig:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        _check_kernel("conv_L_cache", self.kernel)
+        check_kernel("conv_L_cache", self.kernel)
 
     @property
     def state_bytes(self) -> int:
@@ -82,6 +82,11 @@ class ShortConvConfig:
         return self.channels % tp_size == 0
 
 
-def _check_kernel(name: str, kernel: int) -> None:
+def check_kernel(name: str, kernel: int) -> None:
+    """Refuse a convolution that sees one token alone.
+
+    Raises:
+        ModelLoadError: it does.
+    """
     if kernel < 2:
         raise ModelLoadError(f"{name} must be at least 2, got {kernel}")

@@ -15,6 +15,9 @@ from nbengine.errors import ModelLoadError, quoted
 from nbengine.models.configs.hf_config import number, original_length_of, positive, stated_rope
 
 DEFAULT_THETA = 10000.0
+TURNS_PART = "nbengine_turns_part"
+"""The entry with which the configuration of a GGUF file says that a part of each head is turned, whatever the class of
+transformers would do."""
 _KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _OLDER_NAMES = {"su": "longrope", "mrope": "default"}
 

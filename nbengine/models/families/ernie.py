@@ -12,11 +12,13 @@ class Ernie45(DecoderFamily):
     """ERNIE 4.5 0.3B: neighbouring dimensions turn together."""
 
     title = "ERNIE 4.5 (0.3B)"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "num_key_value_heads": 2,
         "head_dim": 128,
         "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
         "tie_word_embeddings": True,
     }
 

@@ -19,6 +19,7 @@ class Exaone4(DecoderFamily):
     rotary embedding."""
 
     title = "EXAONE 4"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "num_key_value_heads": 32,
         "max_position_embeddings": 2048,

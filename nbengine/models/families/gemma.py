@@ -24,6 +24,7 @@ class Gemma(DecoderFamily):
     """Gemma 1."""
 
     title = "Gemma 1"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "num_key_value_heads": 16,
         "head_dim": 256,

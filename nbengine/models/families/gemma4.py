@@ -50,6 +50,7 @@ class Gemma4(TextPart):
     """
 
     title = "Gemma 4 (text)"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -178,12 +179,13 @@ def _full_sizes(hf: Mapping[str, Any], types: list[str]) -> tuple[int, int]:
             f"other, got {quoted(stated)}"
         )
     sizes = dict(entries[0])
-    head_dim, kv_heads = sizes.pop("head_dim", None), sizes.pop("num_key_value_heads", None)
-    if sizes or head_dim is None:
+    kv_heads = sizes.pop("num_key_value_heads", None)
+    sizes.pop("head_dim", None)
+    if sizes:
         raise ModelLoadError(f"config.json: per_layer_config {quoted(entries[0])} is not supported")
-    return positive(entries[0], "head_dim"), 0 if kv_heads is None else positive(
-        entries[0], "num_key_value_heads"
-    )
+    # Heads of the others' size are not said again.
+    head_dim = positive(entries[0], "head_dim", positive(hf, "head_dim"))
+    return head_dim, 0 if kv_heads is None else positive(entries[0], "num_key_value_heads")
 
 
 def _layers(hf: Mapping[str, Any], types: list[str], head_dim: int, kv_heads: int) -> tuple[LayerConfig, ...]:

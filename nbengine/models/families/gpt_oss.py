@@ -22,6 +22,7 @@ class GptOss(DecoderFamily):
 
     title = "gpt-oss"
     has_experts = True
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "vocab_size": 201_088,
         "hidden_size": 2880,

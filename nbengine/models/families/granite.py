@@ -23,6 +23,7 @@ class Granite(DecoderFamily):
     """Granite 3, dense: Llama whose embeddings, scores, blocks and logits are multiplied by numbers."""
 
     title = "Granite 3"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"max_position_embeddings": 2048}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +54,7 @@ class GraniteMoe(Granite):
             intermediate_size=positive(hf, "intermediate_size"),
             renormalize=True,
         )
-        return {**super().variant(hf), "moe": moe}
+        return {**super().variant(hf), "mlp_bias": False, "moe": moe}
 
     def our_name(self, name: str) -> str:
         """Files call a layer's experts block_sparse_moe."""

@@ -13,7 +13,7 @@ from nbengine.models.configs.hf_config import positive
 from nbengine.models.configs.moe_config import MoEConfig, num_experts_of
 from nbengine.models.configs.recurrent_config import Mamba2Config
 from nbengine.models.families.granite import Granite, GraniteMoe
-from nbengine.models.families.recurrent_layers import layers_with_state, switch
+from nbengine.models.families.recurrent_layers import check_activation, layers_with_state, switch
 
 _RECURRENT, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
 
@@ -36,9 +36,11 @@ class GraniteMoeHybrid(GraniteMoe):
             types = [_RECURRENT[0]] * positive(hf, "num_hidden_layers")
         space = state_space(hf)
         layers = layers_with_state(types, _RECURRENT, _ATTENTION, state_bytes=space.state_bytes, rope=rope)
+        check_activation(hf, layers)
         return {
             # Experts or not, the rest is that of Granite.
             **Granite.variant(self, hf),
+            "mlp_bias": False,
             "moe": _experts(hf, shared),
             "intermediate_size": shared,
             "layers": layers,

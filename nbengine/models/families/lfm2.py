@@ -32,6 +32,7 @@ class Lfm2(DecoderFamily):
     """LFM2, dense."""
 
     title = "LFM2"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 128_000,

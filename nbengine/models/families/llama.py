@@ -18,6 +18,7 @@ class Llama(DecoderFamily):
     """Llama 2 and 3, SmolLM 1 and 2, TinyLlama, Yi, and others of the class LlamaForCausalLM."""
 
     title = "Llama 2, 3; SmolLM 1, 2; TinyLlama; Yi"
+    turns_parts = False
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -36,6 +37,7 @@ class Mistral(TextPart):
     """
 
     title = "Mistral, Devstral; Mistral Small 3, Ministral 3 with images (text)"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 8}
     usual_window: int | None = 4096
     """The window of a configuration that says nothing of it; null says that there is none."""

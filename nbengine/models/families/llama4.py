@@ -22,6 +22,7 @@ class Llama4(TextPart):
     """Llama 4 Scout and Maverick, the text of the models with images, too; MobileLLM-R1, which has no experts."""
 
     title = "Llama 4 (text); MobileLLM-R1"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "vocab_size": 202_048,
         "hidden_size": 5120,

@@ -10,7 +10,7 @@ from nbengine.models.checkpoints.tensor_names import TensorPart, stacked_parts
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
 from nbengine.models.configs.hf_config import number, positive
 from nbengine.models.families.granite_hybrid import stacked_state_space, state_space
-from nbengine.models.families.recurrent_layers import layers_with_state
+from nbengine.models.families.recurrent_layers import check_activation, layers_with_state
 from nbengine.models.family import DecoderFamily
 
 _STATE, _ATTENTION = "linear_attention", "full_attention"
@@ -35,19 +35,24 @@ class Bamba(DecoderFamily):
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262_144,
-        "partial_rotary_factor": 0.5,
     }
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`; half of a head turns unless what is said of the rotary embedding is otherwise."""
+        return super().config({**hf, "partial_rotary_factor": 0.5})
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
         space, bias = state_space(hf), bool(hf.get("attention_bias", False))
         types = _types(hf)
+        layers = layers_with_state(types, [_STATE], [_ATTENTION], state_bytes=space.state_bytes)
+        check_activation(hf, layers)
         return {
             "attention_bias": bias,
             "attention_out_bias": bias,
             "mlp_bias": bool(hf.get("mlp_bias", False)),
             "norms": LayerNorms("input_layernorm", None, "pre_ff_layernorm", None),
-            "layers": layers_with_state(types, [_STATE], [_ATTENTION], state_bytes=space.state_bytes),
+            "layers": layers,
             "mamba2": space if _STATE in types else None,
         }
 
@@ -73,6 +78,7 @@ class Mamba2(Bamba):
     """Mamba-2: there are neither attention nor feed-forward blocks."""
 
     title = "Mamba-2"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"max_position_embeddings": _LONGEST, "layer_norm_epsilon": 1e-5}
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
@@ -96,10 +102,12 @@ class Mamba2(Bamba):
         """See `DecoderFamily.variant`."""
         space = state_space(hf)
         types = [_STATE] * positive(hf, "num_hidden_layers")
+        layers = layers_with_state(types, [_STATE], [], state_bytes=space.state_bytes)
+        check_activation(hf, layers)
         return {
             "intermediate_size": 0,
             "norms": LayerNorms("norm", None, None, None),
-            "layers": layers_with_state(types, [_STATE], [], state_bytes=space.state_bytes),
+            "layers": layers,
             "mamba2": space,
         }
 

@@ -19,6 +19,7 @@ class Mixtral(DecoderFamily):
 
     title = "Mixtral"
     has_experts = True
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:

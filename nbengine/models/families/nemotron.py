@@ -14,7 +14,7 @@ from nbengine.models.configs.hf_config import number, positive
 from nbengine.models.configs.moe_config import GroupedRouting, MoEConfig
 from nbengine.models.configs.recurrent_config import Mamba2Config
 from nbengine.models.families.granite_hybrid import stacked_state_space
-from nbengine.models.families.recurrent_layers import switch
+from nbengine.models.families.recurrent_layers import check_activation, switch
 from nbengine.models.family import DecoderFamily
 
 _STATE, _ATTENTION, _DENSE, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
@@ -58,6 +58,7 @@ class NemotronH(DecoderFamily):
     file, and the feed-forward block that follows it there, which has no gate."""
 
     title = "Nemotron-H, Nano 2, Nemotron 3 Nano"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
@@ -94,6 +95,8 @@ class NemotronH(DecoderFamily):
         has_experts = any(block == _EXPERTS for _, block in layers)
         if has_experts and has_bias:
             raise ModelLoadError("config.json: mlp_bias with experts is not supported")
+        own = tuple(_layer(mixer, space, has_mlp=block is not None) for mixer, block in layers)
+        check_activation(hf, own, "mamba_hidden_act")
         return {
             "mlp_bias": has_bias,
             "gated": False,
@@ -105,15 +108,7 @@ class NemotronH(DecoderFamily):
             ),
             "moe": _experts(hf, layers) if has_experts else None,
             "mamba2": space if any(block == _STATE for block, _ in layers) else None,
-            "layers": tuple(
-                LayerConfig(
-                    "recurrent" if mixer == _STATE else "full",
-                    space.state_bytes if mixer == _STATE else 0,
-                    rope=None,
-                    has_mlp=block is not None,
-                )
-                for mixer, block in layers
-            ),
+            "layers": own,
         }
 
     def tensor_parts(
@@ -138,6 +133,12 @@ class NemotronH(DecoderFamily):
             if own.startswith(theirs):
                 return own.replace(theirs, ours, 1)
         return name
+
+
+def _layer(mixer: str, space: Mamba2Config, *, has_mlp: bool) -> LayerConfig:
+    has_state = mixer == _STATE
+    size = space.state_bytes if has_state else 0
+    return LayerConfig("recurrent" if has_state else "full", size, rope=None, has_mlp=has_mlp)
 
 
 def _places(index: int, layer: LayerConfig) -> Iterator[tuple[int, str]]:

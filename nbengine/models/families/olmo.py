@@ -20,13 +20,15 @@ class Olmo(DecoderFamily):
     """OLMo 1, whose norms have no weights."""
 
     title = "OLMo 1"
-    defaults: Mapping[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+    turns_parts = False
+    defaults: Mapping[str, Any] = {"max_position_embeddings": 2048}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `DecoderFamily.variant`."""
+        """See `DecoderFamily.variant`; the class has one epsilon for all."""
         bias = bool(hf.get("attention_bias", False))
         return {
             "norm_kind": "layer_plain",
+            "rms_norm_eps": 1e-5,
             "clip_qkv": None if hf.get("clip_qkv") is None else number(hf, "clip_qkv"),
             "attention_bias": bias,
             "attention_out_bias": bias,
@@ -38,6 +40,7 @@ class Olmoe(DecoderFamily):
 
     title = "OLMoE"
     has_experts = True
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "intermediate_size": 2048,
         "max_position_embeddings": 4096,
@@ -70,6 +73,7 @@ class Olmo2(DecoderFamily):
     """OLMo 2: what comes out of a block is normalised, and queries and keys over all heads."""
 
     title = "OLMo 2"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,26 @@ from nbengine.models.configs.moe_config import MoEConfig, num_experts_of
 from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_alike, layers_of, window_of
 
+_IMAGES_2: Mapping[str, Any] = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_window_layers": 80,
+}
+_IMAGES_3: Mapping[str, Any] = {"rope_theta": 5e5}
+"""The entries that are assumed of models with images where config.json has none."""
+
 
 class Qwen2(TextPart):
     """Qwen 1.5, 2 and 2.5; the text of the models with images, too, whose three positions are one in a text."""
 
     title = "Qwen 1.5, 2, 2.5; Qwen2-VL, 2.5-VL (text)"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 32}
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`."""
+        return super().config(_with_images(hf, _IMAGES_2))
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -30,7 +44,12 @@ class Qwen3(TextPart):
     """Qwen 3, dense; the text of the models with images, too."""
 
     title = "Qwen 3; Qwen3-VL (text)"
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 32, "head_dim": 128}
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`; models with images have no windows."""
+        return super().config(_with_images(hf, _IMAGES_3, use_sliding_window=False))
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -48,6 +67,7 @@ class Qwen2Moe(DecoderFamily):
 
     title = "Qwen 1.5, 2 MoE"
     has_experts = True
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 16}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +85,10 @@ class Qwen3Moe(DecoderFamily):
 
     title = "Qwen 3 MoE"
     has_experts = True
+    turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 4}
+    usual_experts = (128, 8, 768)
+    """The number of experts, that of a token, and the inner features of each, where config.json says nothing."""
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -75,7 +98,7 @@ class Qwen3Moe(DecoderFamily):
             "attention_bias": bias,
             "attention_out_bias": bias,
             "qk_norm": True,
-            "moe": experts_of(hf, 128, 8, 768, 0),
+            "moe": experts_of(hf, *self.usual_experts, 0),
             "layers": layers_alike(hf, window),
         }
 
@@ -84,10 +107,12 @@ class Qwen3VLMoe(TextPart, Qwen3Moe):
     """The text of Qwen3-VL with experts, whose weights are always divided by their sum."""
 
     title = "Qwen3-VL MoE (text)"
+    defaults: Mapping[str, Any] = {**_IMAGES_3, "num_key_value_heads": 16}
+    usual_experts = (60, 4, 1408)
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`."""
-        return super().config({**hf, "norm_topk_prob": True})
+        return super().config({**hf, "norm_topk_prob": True, "use_sliding_window": False})
 
     def tensor_parts(
         self, config: DecoderConfig, name: str, shape: tuple[int, ...]
@@ -105,6 +130,14 @@ class Qwen3VLMoe(TextPart, Qwen3Moe):
     def _inputs(config: DecoderConfig, name: str) -> int:
         assert config.moe is not None
         return config.moe.intermediate_size if name.endswith("down_proj") else config.hidden_size
+
+
+def _with_images(hf: Mapping[str, Any], defaults: Mapping[str, Any], **own: Any) -> Mapping[str, Any]:
+    """Return a configuration that has, if it is of a model with images, `defaults` where it states nothing, and what is
+    its `own` whatever it states."""
+    if not any("VL" in str(name) for name in hf.get("architectures") or ()):
+        return hf
+    return {**defaults, **{key: value for key, value in hf.items() if value is not None}, **own}
 
 
 def _layers(hf: Mapping[str, Any], *, in_turn: bool = False) -> Any:

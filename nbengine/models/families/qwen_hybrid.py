@@ -11,12 +11,16 @@ from nbengine.models.configs.decoder_config import DecoderConfig, DeltaRuleConfi
 from nbengine.models.configs.hf_config import positive
 from nbengine.models.configs.moe_config import MoEConfig
 from nbengine.models.families.qwen import experts_of
+from nbengine.models.families.recurrent_layers import check_activation
 from nbengine.models.families.text_part import TextPart
 
 _RECURRENT, _FULL = "linear_attention", "full_attention"
 WHOLE_PROJECTIONS, TILED_VALUES = "nbengine_whole_projections", "nbengine_tiled_values"
 """The entries with which the configuration of a GGUF file says that it has the projections of recurrent layers for
 all key heads in one, and that their output projection takes value heads in another order."""
+
+_EVERYWHERE: Mapping[str, Any] = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""What holds for the experts of Qwen 3.5, whatever a file says."""
 
 
 class Qwen35(TextPart):
@@ -45,13 +49,15 @@ class Qwen35(TextPart):
             by_head=self.by_head and not hf.get(WHOLE_PROJECTIONS),
             tiled=bool(hf.get(TILED_VALUES)),
         )
+        layers = _layers(hf, rule)
+        check_activation(hf, layers)
         return {
             "norm_kind": "rms_one",
             "qk_norm": True,
             "attention_gate": True,
             "attention_bias": bias,
             "attention_out_bias": bias,
-            "layers": _layers(hf, rule),
+            "layers": layers,
             "delta_rule": rule,
         }
 
@@ -83,7 +89,7 @@ class Qwen35Moe(Qwen35):
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
         shared = positive(hf, "shared_expert_intermediate_size", 512)
-        moe: MoEConfig = experts_of({**hf, "norm_topk_prob": True}, 256, 8, 512, shared)
+        moe: MoEConfig = experts_of({**hf, **_EVERYWHERE}, 256, 8, 512, shared)
         return {**super().variant(hf), "moe": moe}
 
 

@@ -12,6 +12,7 @@ class SeedOss(DecoderFamily):
     """Seed-OSS: Llama with biases of queries, keys and values."""
 
     title = "Seed-OSS"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "num_key_value_heads": 8,
         "head_dim": 128,

@@ -15,6 +15,7 @@ class SmolLM3(DecoderFamily):
     """SmolLM 3: every fourth layer has no rotary embedding."""
 
     title = "SmolLM 3"
+    turns_parts = False
     defaults: Mapping[str, Any] = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,

@@ -51,6 +51,9 @@ def test_sizes_that_are_said_for_each_layer_are_those_that_are_said_once() -> No
     assert decoder_config(once) == decoder_config(each)
     assert decoder_config(once).of_layer(1).num_kv_heads == 1
     assert decoder_config({**HF, "per_layer_config": {}}).of_layer(1).head_dim == 16
+    heads_alone = {**HF, "per_layer_config": {str(layer): {"num_key_value_heads": 1} for layer in (1, 3, 5)}}
+    own = decoder_config(heads_alone).of_layer(1)
+    assert (own.head_dim, own.num_kv_heads) == (16, 1)
     assert decoder_config({**once, "attention_k_eq_v": False}).of_layer(1).num_kv_heads == 2
 
 

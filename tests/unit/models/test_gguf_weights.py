@@ -263,6 +263,14 @@ def test_every_block_type_dequantises_to_the_bits_of_the_reference(kind: Kind) -
     assert np.array_equal(values[is_number].view(np.uint32), expected[is_number].view(np.uint32))
 
 
+def test_a_file_says_which_part_of_a_head_turns_whatever_the_class_of_transformers_does(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> None:
+    variant = gguf_variant("qwen2", metadata={"qwen2.rope.dimension_count": 8})
+    path = write_gguf(tmp_path / "model.gguf", random_model("Qwen2"), variant)
+    assert decoder_config(hf_config(read_header(path))).rotary_dim == 8
+
+
 def test_a_block_type_without_dequantisation_is_refused_by_name() -> None:
     _, block_bytes = GGML_QUANT_SIZES[Kind.Q8_K]
     with pytest.raises(ModelLoadError, match="Q8_K"):

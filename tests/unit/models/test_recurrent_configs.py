@@ -34,6 +34,12 @@ from tests.support.recurrent_cases import hf_of
         ("mamba-2", "n_groups", 3, r"mamba_n_heads \(8\) must be a multiple of mamba_n_groups \(3\)"),
         ("lfm2", "layer_types", ["mamba"] * 4, "layer_types must be a list of 'conv'"),
         ("lfm2", "conv_L_cache", 1, "conv_L_cache must be at least 2"),
+        ("qwen3.5", "linear_conv_kernel_dim", 1, "linear_conv_kernel_dim must be at least 2, got 1"),
+        ("qwen3.5", "hidden_act", "gelu", "hidden_act must be 'silu' or 'swish' in a model with recurrent"),
+        ("granite 4", "hidden_act", "gelu", "hidden_act must be 'silu' or 'swish' in a model with recurrent"),
+        ("bamba", "hidden_act", "relu", "hidden_act must be 'silu' or 'swish' .* layers, got 'relu'"),
+        ("mamba-2", "hidden_act", "relu", "hidden_act must be 'silu' or 'swish' .* layers, got 'relu'"),
+        ("nemotron-h", "mamba_hidden_act", "gelu", "mamba_hidden_act must be 'silu' or 'swish'"),
     ],
 )
 def test_what_a_configuration_says_wrong_is_told_by_name(
@@ -41,6 +47,17 @@ def test_what_a_configuration_says_wrong_is_told_by_name(
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
         decoder_config({**hf_of(name), setting: value})
+
+
+def test_layers_with_attention_alone_have_the_activation_of_the_file() -> None:
+    name = "granite 4 without recurrent layers"
+    assert decoder_config({**hf_of(name), "hidden_act": "gelu"}).hidden_act == "gelu"
+
+
+def test_every_layer_of_qwen_35_has_experts_and_the_blocks_of_granite_4_have_no_biases() -> None:
+    qwen, granite = hf_of("qwen3.5 moe"), hf_of("granite 4 moe")
+    assert decoder_config({**qwen, "mlp_only_layers": [1], "decoder_sparse_step": 2}) == decoder_config(qwen)
+    assert decoder_config({**granite, "mlp_bias": True}) == decoder_config(granite)
 
 
 def test_every_fourth_layer_has_attention_where_nothing_is_said() -> None:
