@@ -7,6 +7,7 @@
 # make soak-tests  what kills and waits, TIMES=3 beside LOAD=6 busy processes (TESTS=tests/unit: others)
 # make models  how each family was compared with transformers, into docs/models.md
 # make durations  how long the suites take, into CONTRIBUTING.md
+# make kernel-texts  what the CPU kernels' generators make, into tests/kernels/generated
 # make pictures  of notebooks in a browser, for README.md and docs/
 # make docs   the documentation as a site, into site/; a warning is an error
 # make wheels DIR=folder   what a machine without a package index installs from: make install WHEELS=folder
@@ -35,7 +36,7 @@ unexport VIRTUAL_ENV
 # The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
 BESIDE := --beside ipykernel==6.31.0 --beside ipykernel==7.3.0
 
-.PHONY: demo test test-unit test-waiting test-process test-notebook thorough quick soak-tests durations models lint check gpu-check bench bench-peers docs pictures lock install install-dev wheels clean
+.PHONY: demo test test-unit test-waiting test-process test-notebook thorough quick soak-tests durations kernel-texts models lint check gpu-check bench bench-peers docs pictures lock install install-dev wheels clean
 
 install: $(VENV)/.installed
 
@@ -81,6 +82,9 @@ durations: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.tools.durations \
 		"$(UNIT_SUITES)=$$((between - begin))" build/junit_unit_*.xml \
 		"$(WAITING_SUITES)=$$(($$(date +%s) - between))" build/junit_waiting.xml
+
+kernel-texts: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.kernels.generated_code
 
 models: $(VENV)/.installed-dev
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m tests.tools.compared_models

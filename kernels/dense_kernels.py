@@ -85,15 +85,11 @@ def select_split(device: torch.device) -> DenseProducts | None:
         return None
     from nbengine.kernels.cpu.dense import CpuDense, has_split_products
 
-    if not has_split_products():
-        return None
-    products = CpuDense()
     try:
-        products.warm_up(torch.float32, torch.float32)
+        return CpuDense() if has_split_products() else None
     except NBEngineError as error:
         logger.warning("products in float32 run through torch: %s", error)
         return None
-    return products
 
 
 def pays_to_split(rows: int, columns: int) -> bool:

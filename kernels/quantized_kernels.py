@@ -17,8 +17,10 @@ class QuantizedProducts(Protocol):
     says."""
 
     name: str
-    instructions: str
-    """The processor's instructions that they use, by name."""
+
+    @property
+    def instructions(self) -> str:
+        """Return the names of the processor's instructions that they use."""
 
     def warm_up(self, form: Format) -> None:
         """Compile what weights of a format need, so that no step waits for it."""

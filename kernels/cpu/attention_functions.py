@@ -8,7 +8,7 @@ from functools import cache
 from llvmlite import ir
 
 from nbengine.kernels.cpu.codegen import Element
-from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
+from nbengine.kernels.cpu.jit import Function, Processor
 from nbengine.kernels.cpu.layout import (
     DECODE_PART,
     MAX_TILE,
@@ -18,6 +18,7 @@ from nbengine.kernels.cpu.layout import (
     Features,
 )
 from nbengine.kernels.cpu.paged_attention import define_attention
+from nbengine.kernels.cpu.trials import compile_tried
 from nbengine.kernels.cpu.write_kv import define_write_kv, define_write_latent
 
 _PREFILL_ROWS = 48
@@ -50,15 +51,21 @@ def compile_attention(
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    budget = host_processor().accumulators
-    tiles = range(1, min(MAX_TILE, budget) + 1)
-    decode_tile = min(tiles, key=lambda tile: (-(-group // tile) * tile, -tile))
-    kinds = (head_dim, group, block_size, element, row_element)
-    decode = AttentionShape(*kinds, decode_tile, 1, DECODE_PART, budget, features, rank)
-    prefill_tokens = max(1, _PREFILL_ROWS // group)
-    prefill = AttentionShape(*kinds, _PREFILL_TILE, prefill_tokens, PREFILL_PART, budget, features, rank)
-    functions = compile_module(_define_attention, ["decode", "prefill"], decode, prefill)
-    return AttentionKernels(decode, prefill, *functions)
+    from nbengine.kernels.cpu.attention_trials import try_attention
+
+    def choose(processor: Processor) -> tuple[AttentionShape, AttentionShape]:
+        budget = processor.accumulators
+        tiles = range(1, min(MAX_TILE, budget) + 1)
+        tile = min(tiles, key=lambda tile: (-(-group // tile) * tile, -tile))
+        tokens = max(1, _PREFILL_ROWS // group)
+        kinds = (head_dim, group, block_size, element, row_element)
+        return (
+            AttentionShape(*kinds, tile, 1, DECODE_PART, budget, features, rank),
+            AttentionShape(*kinds, _PREFILL_TILE, tokens, PREFILL_PART, budget, features, rank),
+        )
+
+    functions, shapes = compile_tried(_define_attention, ["decode", "prefill"], choose, try_attention)
+    return AttentionKernels(*shapes, *functions)
 
 
 def _define_attention(module: ir.Module, decode: AttentionShape, prefill: AttentionShape) -> None:
@@ -73,7 +80,10 @@ def compile_write_kv(head_dim: int, block_size: int, element: Element, row_eleme
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(define_write_kv, ["write_kv"], head_dim, block_size, element, row_element)
+    from nbengine.kernels.cpu.attention_trials import try_write_kv
+
+    arguments = head_dim, block_size, element, row_element
+    (function,), _ = compile_tried(define_write_kv, ["write_kv"], lambda _: arguments, try_write_kv)
     return function
 
 
@@ -84,7 +94,12 @@ def compile_write_latent(width: int, element: Element, row_element: Element) -> 
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(define_write_latent, ["write_latent"], width, element, row_element)
+    from nbengine.kernels.cpu.attention_trials import try_write_latent
+
+    arguments = width, element, row_element
+    (function,), _ = compile_tried(
+        define_write_latent, ["write_latent"], lambda _: arguments, try_write_latent
+    )
     return function
 
 

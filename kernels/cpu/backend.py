@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -48,7 +49,7 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """A launch of one kernel over one work list, set up but for what differs from layer to layer."""
 
     function: Function
@@ -58,7 +59,7 @@ class _Launch:
     keep_alive: tuple[object, ...]
 
 
-_Plan: TypeAlias = tuple[_Launch, ...]
+_Plan: TypeAlias = tuple[Launch, ...]
 _Rule: TypeAlias = tuple[AttentionKernels, int | None, int | None]
 """The key of a plan: the functions, and the sizes of window and chunks."""
 
@@ -187,7 +188,20 @@ class CpuKernels:
         options: AttentionOptions,
         output: torch.Tensor,
     ) -> None:
-        """Attend with the plans of a rule, which are made for the first layer that asks."""
+        for launch in self.launches(compiled, query, kv_cache, kv_heads, metadata, options, output):
+            self._run(launch.function, launch.address, launch.threads)
+
+    def launches(
+        self,
+        compiled: AttentionKernels,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        kv_heads: int,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        output: torch.Tensor,
+    ) -> Iterator[Launch]:
+        """Yield what is to run for attention, with the plans of a rule, which are made for the first layer that asks."""
         plans = metadata.plan
         if not isinstance(plans, _Plans):
             plans = metadata.plan = _Plans()
@@ -211,7 +225,7 @@ class CpuKernels:
                 arguments.scale = options.scale * LOG2_E
             else:
                 set_options(arguments, options, sinks)
-            self._run(launch.function, launch.address, launch.threads)
+            yield launch
 
     def warm_up_latent(self, num_heads: int, width: int, block_size: int, options: LatentOptions) -> None:
         """See `nbengine.kernels.latent.LatentKernels.warm_up_latent`."""
@@ -322,7 +336,7 @@ class CpuKernels:
 
     def _launch(
         self, metadata: AttentionMetadata, function: Function, work: WorkList, kv_heads: int
-    ) -> _Launch:
+    ) -> Launch:
         items = len(work.rows) * kv_heads
         arguments = AttentionArguments(
             items=items,
@@ -335,4 +349,4 @@ class CpuKernels:
         )
         threads = torch.get_num_threads() if items > 1 else 1
         keep_alive = (work.rows, metadata.block_table, self._partials, self._arrivals)
-        return _Launch(function, arguments, ctypes.addressof(arguments), threads, keep_alive)
+        return Launch(function, arguments, ctypes.addressof(arguments), threads, keep_alive)

@@ -12,7 +12,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels.cpu.codegen import define
+from nbengine.kernels.cpu.codegen import Element, define
 from nbengine.kernels.cpu.dense_parts import (
     ROW_GROUP,
     DenseArguments,
@@ -26,9 +26,10 @@ from nbengine.kernels.cpu.dense_vectors import Block, multiply_vectors
 from nbengine.kernels.cpu.elements import ELEMENTS, supports
 from nbengine.kernels.cpu.flags import address_of
 from nbengine.kernels.cpu.head_products import head_operation
-from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
+from nbengine.kernels.cpu.jit import Function, Processor, host_processor
 from nbengine.kernels.cpu.quantized import share_size
 from nbengine.kernels.cpu.threads import select_runner
+from nbengine.kernels.cpu.trials import compile_tried
 
 _FEW = 1 << 15
 """Numbers of a weight up to which the calling thread multiplies a few rows alone: to wake another takes as long."""
@@ -44,9 +45,13 @@ def supports_dense(dtype: torch.dtype) -> bool:
 
 
 def has_split_products() -> bool:
-    """Return whether float32 is multiplied in tiles of bfloat16 on this processor."""
+    """Return whether float32 is multiplied in tiles of bfloat16 on this processor.
+
+    Raises:
+        NBEngineError: LLVM has no code generator for this processor.
+    """
     best, *_ = Instructions.of(host_processor(), ELEMENTS[torch.float32])
-    return best is Instructions.SPLITS
+    return best is Instructions.SPLITS and CpuDense().chosen(torch.float32) is best
 
 
 class CpuDense(threading.local):
@@ -71,7 +76,16 @@ class CpuDense(threading.local):
     @property
     def instructions(self) -> str:
         """Return the name of the instructions for bfloat16."""
-        return self._choose(torch.bfloat16).value
+        return self.chosen(torch.bfloat16).value
+
+    def chosen(self, dtype: torch.dtype) -> Instructions:
+        """Return the instructions for rows and weights of a type.
+
+        Raises:
+            NBEngineError: LLVM has no code generator for this processor.
+        """
+        kind, _, _ = self._compiled(dtype, dtype)
+        return kind.instructions
 
     def warm_up(self, dtype: torch.dtype, hidden_dtype: torch.dtype) -> None:
         """See `nbengine.kernels.dense_kernels.DenseProducts.warm_up`.
@@ -123,7 +137,7 @@ class CpuDense(threading.local):
             *(columns, out_features, x.data_ptr(), x.stride(0) * x_size, packed),
             *(weight.data_ptr(), weight.stride(0) * weight.element_size()),
             *(bias_at, out.data_ptr(), out.stride(0) * x_size),
-            *(_shapes(kind.instructions, out_features), self._yield, 0),
+            *(shapes_of(kind.instructions, out_features), self._yield, 0),
         )
         self._run(function, self._address, threads)
         return out
@@ -157,7 +171,7 @@ class CpuDense(threading.local):
             out_features=out_features,
             weight=weight.data_ptr(),
             weight_stride=weight.stride(0) * weight.element_size(),
-            shapes=_shapes(kind.instructions, out_features),
+            shapes=shapes_of(kind.instructions, out_features),
             give_away=self._yield,
         )
 
@@ -166,16 +180,9 @@ class CpuDense(threading.local):
             return known
         if dtype not in ELEMENTS or hidden not in (dtype, torch.float32):
             raise InvalidArgumentError("x", (hidden, dtype), "float32 or a 16-bit weight's own type")
-        instructions = self._choose(dtype)
-        kind = DenseKind(instructions, ELEMENTS[dtype], ELEMENTS[hidden])
-        block = Block.of(host_processor().accumulators)
-        outputs = OUTPUTS if instructions in (Instructions.TILES, Instructions.SPLITS) else block.outputs
-        found = self._kinds[dtype, hidden] = kind, compile_dense(kind, block), outputs
+        elements = ELEMENTS[dtype], ELEMENTS[hidden]
+        found = self._kinds[dtype, hidden] = compile_dense(*elements, self._given)
         return found
-
-    def _choose(self, dtype: torch.dtype) -> Instructions:
-        best, *_ = Instructions.of(host_processor(), ELEMENTS[dtype])
-        return self._given or best
 
 
 def _block_of(row_bytes: int, block_bytes: int) -> int:
@@ -183,7 +190,7 @@ def _block_of(row_bytes: int, block_bytes: int) -> int:
     return max(1, block_bytes // max(1, row_bytes * 2 * ROW_GROUP)) * 2 * ROW_GROUP
 
 
-def _shapes(instructions: Instructions, out_features: int) -> int:
+def shapes_of(instructions: Instructions, out_features: int) -> int:
     """Return the address of the tiles' shapes; 0 where there are none."""
     match instructions:
         case Instructions.TILES:
@@ -200,14 +207,28 @@ def _check_bias(bias: Tensor, hidden: torch.dtype, out_features: int) -> None:
 
 
 @cache
-def compile_dense(kind: DenseKind, block: Block) -> Function:
-    """Compile the function of `DenseArguments`.
+def compile_dense(
+    weight: Element, hidden: Element, given: Instructions | None = None
+) -> tuple[DenseKind, Function, int]:
+    """Compile the function of `DenseArguments` for types of the weight and of x, with the given or the best
+    instructions; return its kind, the function and how many rows of the weight are a group.
 
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(_define_dense, ["dense"], kind, block)
-    return function
+    from nbengine.kernels.cpu.dense_trials import try_dense
+
+    def choose(processor: Processor) -> tuple[DenseKind, Block]:
+        best, *_ = Instructions.of(processor, weight)
+        return DenseKind(given or best, weight, hidden), Block.of(processor.accumulators)
+
+    (function,), (kind, block) = compile_tried(_define_dense, ["dense"], choose, try_dense)
+    return kind, function, outputs_of(kind, block)
+
+
+def outputs_of(kind: DenseKind, block: Block) -> int:
+    """Return the rows of the weight that are a group."""
+    return OUTPUTS if kind.instructions in (Instructions.TILES, Instructions.SPLITS) else block.outputs
 
 
 def _define_dense(module: ir.Module, kind: DenseKind, block: Block) -> None:

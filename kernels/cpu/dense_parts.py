@@ -47,7 +47,7 @@ class Instructions(Enum):
         found = [cls.WIDENED]
         if element is Element.BFLOAT16 and processor.features.get("avx512bf16"):
             found.insert(0, cls.PAIRS)
-        if element in (Element.BFLOAT16, Element.FLOAT32) and has_bfloat16_tiles():
+        if element in (Element.BFLOAT16, Element.FLOAT32) and has_bfloat16_tiles(processor):
             found.insert(0, cls.TILES if element is Element.BFLOAT16 else cls.SPLITS)
         return found
 

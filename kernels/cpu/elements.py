@@ -13,6 +13,8 @@ ELEMENTS = {
     torch.float16: Element.FLOAT16,
 }
 """The types in which rows are stored."""
+TYPES = {element: dtype for dtype, element in ELEMENTS.items()} | {Element.INT8: torch.int8}
+"""The type of torch of each element."""
 
 
 def supports(dtype: torch.dtype) -> bool:

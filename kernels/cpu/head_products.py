@@ -16,8 +16,9 @@ from torch import Tensor
 
 from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Element, Int, Vector, define
 from nbengine.kernels.cpu.elements import ELEMENTS
-from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
+from nbengine.kernels.cpu.jit import Function, Processor
 from nbengine.kernels.cpu.layout import vectors_of
+from nbengine.kernels.cpu.trials import compile_tried
 
 _FLOAT, _WORD, _CACHE_LINE = 4, 8, 64
 _ACROSS, _ALONG = 32 * MAX_LANES, 4 * MAX_LANES
@@ -67,24 +68,28 @@ class HeadShape:
 def head_operation(x: Tensor, weight: Tensor, output: Tensor) -> tuple[Function, HeadArguments]:
     """Return the function that makes `output` [T, heads, m] of x [T, heads, n] and weight [heads, n, m], and its
     arguments. The last dimension of x and of the output, and one of the last two of the weight, lie side by side."""
-    _, heads, columns = x.shape
-    stands = weight.stride(1) == 1
-    shape = HeadShape(columns, weight.shape[2], ELEMENTS[weight.dtype], ELEMENTS[x.dtype], stands)
+    shape = HeadShape(
+        x.shape[2], weight.shape[2], ELEMENTS[weight.dtype], ELEMENTS[x.dtype], weight.stride(1) == 1
+    )
+    return compile_heads(shape), head_arguments(shape, x, weight, output)
+
+
+def head_arguments(shape: HeadShape, x: Tensor, weight: Tensor, output: Tensor) -> HeadArguments:
+    """Return the arguments of the function for a kind of product."""
     size, row_size = weight.element_size(), x.element_size()
-    arguments = HeadArguments(
-        items=heads * shape.items_of_head,
+    return HeadArguments(
+        items=x.shape[1] * shape.items_of_head,
         rows=len(x),
         x=x.data_ptr(),
         x_stride=x.stride(0) * row_size,
         x_head=x.stride(1) * row_size,
         weight=weight.data_ptr(),
-        weight_stride=weight.stride(2 if stands else 1) * size,
+        weight_stride=weight.stride(2 if shape.stands else 1) * size,
         weight_head=weight.stride(0) * size,
         output=output.data_ptr(),
         output_stride=output.stride(0) * row_size,
         output_head=output.stride(1) * row_size,
     )
-    return compile_heads(shape), arguments
 
 
 @cache
@@ -94,7 +99,12 @@ def compile_heads(shape: HeadShape) -> Function:
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(_define_heads, ["heads"], shape, host_processor().accumulators)
+    from nbengine.kernels.cpu.dense_trials import try_heads
+
+    def choose(processor: Processor) -> tuple[HeadShape, int]:
+        return shape, processor.accumulators
+
+    (function,), _ = compile_tried(_define_heads, ["heads"], choose, try_heads)
     return function
 
 

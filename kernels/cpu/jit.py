@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol
 
@@ -25,10 +25,16 @@ from nbengine.errors import NBEngineError
 _OPTIMISATION_LEVEL = 2
 _PACKAGE = __name__.rpartition(".cpu.")[0]
 _IMPORTED = re.compile(rf"^\s*(?:from|import)\s+({re.escape(_PACKAGE)}[\w.]*)".encode(), re.MULTILINE)
+_TRIALS = b"_trials"
+"""The ending of modules that try code and have no part in it; they import much else."""
 _PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 P = ParamSpec("P")
 _lock = threading.Lock()
 _engines: list[llvm.ExecutionEngine] = []  # an engine owns the machine code it made
+
+
+_WRONG = b"computes wrongly"
+"""The entry of a store for a module whose code has failed its trial on this machine."""
 
 
 class MachineCodeStore(Protocol):
@@ -101,42 +107,86 @@ def compile_module(
     Raises:
         NBEngineError: LLVM has no code generator for this processor, or refused the module.
     """
+    functions, _ = _compiled(host_processor(), partial(build, *args, **kwargs), names)
+    return functions
 
-    def object_file(machine: llvm.TargetMachine) -> bytes:
-        # A function inside another one may depend on more than its arguments say.
-        store = _store if build.__closure__ is None else None
-        key = _key(build.__module__, (build.__qualname__, args, kwargs))
-        code = store.get(key) if store else None
-        if code is None:
-            module = ir.Module(build.__qualname__)
-            build(module, *args, **kwargs)
-            code = _compile(str(module), machine)
-            if store:
-                store.put(key, code)
-        return code
 
+def compile_if_right(
+    processor: Processor,
+    build: Callable[Concatenate[ir.Module, P], None],
+    names: Sequence[str],
+    is_right: Callable[[Sequence[Function]], bool],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> list[Function] | None:
+    """Do what `compile_module` does, for a processor like this one; return None if the functions are not right.
+
+    `is_right` is asked once a machine: its answer is kept with the code, or in the place of it.
+
+    Raises:
+        NBEngineError: LLVM has no code generator for this processor, or refused the module.
+    """
+    module = partial(build, *args, **kwargs)
+    functions, new_code = _compiled(processor, module, names, on_trial=True)
+    if new_code is None:
+        return functions or None
+    passes = is_right(functions)
+    _keep(module, processor, new_code if passes else _WRONG)
+    return functions if passes else None
+
+
+def _compiled(
+    processor: Processor, module: partial[None], names: Sequence[str], *, on_trial: bool = False
+) -> tuple[list[Function], bytes | None]:
+    """Return a module's functions, and its code, if it was compiled just now and is not kept yet because it is on trial;
+    without functions it is known to compute wrongly."""
     with _lock:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         try:
-            machine = _target_machine(host_processor())
-            code = llvm.ObjectFileRef.from_data(object_file(machine))
+            machine = _target_machine(processor)
+            code = found = _kept(module, processor)
+            if found == _WRONG:
+                return [], None
+            if code is None:
+                defined = ir.Module(module.func.__qualname__)
+                module.func(defined, *module.args, **module.keywords)
+                code = _compile(str(defined), machine)
+                if not on_trial:
+                    _keep(module, processor, code)
             engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-            engine.add_object_file(code)
+            engine.add_object_file(llvm.ObjectFileRef.from_data(code))
             engine.finalize_object()
             _engines.append(engine)
         except RuntimeError as error:
             raise NBEngineError(f"could not compile the CPU kernels: {error}") from error
     addresses = [int(engine.get_function_address(name)) for name in names]
-    return [Function(address, _PROTOTYPE(address)) for address in addresses]
+    functions = [Function(address, _PROTOTYPE(address)) for address in addresses]
+    return functions, code if on_trial and found is None else None
 
 
-def _key(source: str, module: object) -> str:
-    """Return the hash of all that the machine code of a module depends on; `source` is the name of the Python module that
-    builds it."""
-    processor = host_processor()
+def _store_of(module: partial[None]) -> MachineCodeStore | None:
+    # A function inside another one may depend on more than its arguments say.
+    return _store if module.func.__closure__ is None else None
+
+
+def _kept(module: partial[None], processor: Processor) -> bytes | None:
+    store = _store_of(module)
+    return store.get(_key(module, processor)) if store else None
+
+
+def _keep(module: partial[None], processor: Processor, code: bytes) -> None:
+    store = _store_of(module)
+    if store:
+        store.put(_key(module, processor), code)
+
+
+def _key(module: partial[None], processor: Processor) -> str:
+    """Return the hash of all that the machine code of a module depends on."""
     compiler = (llvmlite.__version__, llvm.llvm_version_info, llvm.get_process_triple(), _OPTIMISATION_LEVEL)
-    parts = (compiler, source, _digest_of(source), processor.name, processor.flags, module)
+    source = module.func.__module__
+    name = (module.func.__qualname__, module.args, module.keywords)
+    parts = (compiler, source, _digest_of(source), processor.name, processor.flags, name)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -164,7 +214,8 @@ def _source(name: str) -> tuple[str, frozenset[str]]:
         )
         return "", frozenset(f"{name}.{each.stem}" for each in inside)
     text = path.with_suffix(".py").read_bytes()
-    return hashlib.sha256(text).hexdigest(), frozenset(each.decode() for each in _IMPORTED.findall(text))
+    imported = (each.decode() for each in _IMPORTED.findall(text) if not each.endswith(_TRIALS))
+    return hashlib.sha256(text).hexdigest(), frozenset(imported)
 
 
 def _compile(text: str, machine: llvm.TargetMachine) -> bytes:

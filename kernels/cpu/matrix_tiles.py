@@ -15,7 +15,7 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from nbengine.kernels.cpu.codegen import Code, Int, declare
-from nbengine.kernels.cpu.jit import host_processor
+from nbengine.kernels.cpu.jit import Processor
 
 TILE_ROWS = 16
 TILE_ROW_BYTES = 64
@@ -27,17 +27,16 @@ _PALETTE = 1
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 
 
-@cache
-def has_bfloat16_tiles() -> bool:
+def has_bfloat16_tiles(processor: Processor) -> bool:
     """Return whether this process may use tiles of bfloat16: the processor has them, and Linux, which is asked,
     allows it."""
-    features = host_processor().features
-    if not (
-        sys.platform == "linux"
-        and features.get("amx-tile")
-        and features.get("amx-bf16")
-        and features.get("avx512f")
-    ):
+    needed = ("amx-tile", "amx-bf16", "avx512f")
+    return all(processor.features.get(name) for name in needed) and _may_use_tiles()
+
+
+@cache
+def _may_use_tiles() -> bool:
+    if sys.platform != "linux":
         return False
     try:
         system_call = ctypes.CDLL(None, use_errno=True).syscall

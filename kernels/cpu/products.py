@@ -18,9 +18,10 @@ from llvmlite import ir
 
 from nbengine.kernels.cpu.codegen import CacheLevel, Code, Int, Vector, define
 from nbengine.kernels.cpu.integers import LANES, QuadProduct
-from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
+from nbengine.kernels.cpu.jit import Function, Processor
 from nbengine.kernels.cpu.product_tiles import ProductTile
 from nbengine.kernels.cpu.records import RECORD_BYTES, round_span
+from nbengine.kernels.cpu.trials import compile_tried
 from nbengine.kernels.cpu.vectors import UNGATED, Activation, gate_of
 from nbengine.kernels.quantized import SPAN, Format
 
@@ -96,7 +97,9 @@ def compile_round_rows() -> Function:
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(_define_round_rows, ["round_rows"])
+    from nbengine.kernels.cpu.product_trials import try_round_rows
+
+    (function,), _ = compile_tried(_define_round_rows, ["round_rows"], lambda _: (), try_round_rows)
     return function
 
 
@@ -104,7 +107,6 @@ def _define_round_rows(module: ir.Module) -> None:
     define(module, "round_rows", 1, _round_rows, exported=True)
 
 
-@cache
 def compile_multiply(form: Format, *, has_bias: bool = False) -> Function:
     """Compile the function of `ProductArguments` that makes the output of records and a weight. With a bias, the output
     must have whole vectors of 16 features.
@@ -112,9 +114,23 @@ def compile_multiply(form: Format, *, has_bias: bool = False) -> Function:
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    kind = QuadProduct.best(host_processor())
-    (function,) = compile_module(_define_multiply, ["multiply"], form, kind, has_bias)
-    return function
+    return _compile_multiply(form, has_bias)[0]
+
+
+def multiplies_with(form: Format) -> QuadProduct:
+    """Return the instructions of the products with weights of a format."""
+    return _compile_multiply(form, False)[1]
+
+
+@cache
+def _compile_multiply(form: Format, has_bias: bool) -> tuple[Function, QuadProduct]:
+    from nbengine.kernels.cpu.product_trials import try_multiply
+
+    def choose(processor: Processor) -> tuple[Format, QuadProduct, bool]:
+        return form, QuadProduct.best(processor), has_bias
+
+    (function,), (_, kind, _) = compile_tried(_define_multiply, ["multiply"], choose, try_multiply)
+    return function, kind
 
 
 def _define_multiply(module: ir.Module, form: Format, kind: QuadProduct, has_bias: bool) -> None:
@@ -160,8 +176,12 @@ def compile_gated(form: Format, activation: Activation = "silu", *, has_bias: bo
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    kind = QuadProduct.best(host_processor())
-    (function,) = compile_module(_define_gated, ["gated"], form, kind, activation, has_bias)
+    from nbengine.kernels.cpu.product_trials import try_gated
+
+    def choose(processor: Processor) -> tuple[Format, QuadProduct, Activation, bool]:
+        return form, QuadProduct.best(processor), activation, has_bias
+
+    (function,), _ = compile_tried(_define_gated, ["gated"], choose, try_gated)
     return function
 
 

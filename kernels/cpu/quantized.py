@@ -11,7 +11,12 @@ from torch import Tensor
 from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.cpu.integers import QuadProduct
 from nbengine.kernels.cpu.jit import Function, host_processor
-from nbengine.kernels.cpu.products import ProductArguments, compile_multiply, compile_round_rows
+from nbengine.kernels.cpu.products import (
+    ProductArguments,
+    compile_multiply,
+    compile_round_rows,
+    multiplies_with,
+)
 from nbengine.kernels.cpu.records import RECORD_BYTES
 from nbengine.kernels.cpu.taken_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.threads import select_runner
@@ -33,13 +38,20 @@ class CpuProducts:
     name = "cpu"
 
     def __init__(self) -> None:
-        self.instructions = QuadProduct.best(host_processor()).value
+        self._forms: set[Format] = set()
         self._run = select_runner()
         self._arguments = ProductArguments()
         self._records = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def instructions(self) -> str:
+        """Return the names of the instructions that multiply with the formats that are compiled."""
+        found = {multiplies_with(form) for form in self._forms} or {QuadProduct.best(host_processor())}
+        return ", ".join(sorted(kind.value for kind in found))
+
     def warm_up(self, form: Format) -> None:
         """Compile for a format, once a process; otherwise the first use does."""
+        self._forms.add(form)
         compile_round_rows()
         compile_multiply(form)
         compile_take_rows(form)

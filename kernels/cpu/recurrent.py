@@ -17,11 +17,12 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.delta_rule import define_delta_rule
 from nbengine.kernels.cpu.elements import ELEMENTS
-from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
+from nbengine.kernels.cpu.jit import Function, Processor
 from nbengine.kernels.cpu.recurrent_layout import ConvolutionShape, MatrixShape, RecurrentArguments, Work
 from nbengine.kernels.cpu.short_convolution import define_short_convolution
 from nbengine.kernels.cpu.state_space import define_state_space
 from nbengine.kernels.cpu.threads import select_runner
+from nbengine.kernels.cpu.trials import compile_tried
 from nbengine.kernels.recurrent_metadata import RecurrentMetadata
 
 _ITEMS_FOR_THREADS = 4
@@ -31,8 +32,12 @@ _ITEMS_FOR_THREADS = 4
 @cache
 def compile_delta_rule(key_dim: int, value_dim: int, element: Element) -> tuple[Function, int]:
     """Return the function, and into how many parts it can cut a head's columns."""
-    shape = MatrixShape(key_dim, value_dim, element, host_processor().accumulators)
-    (function,) = compile_module(_define_delta_rule, ["delta_rule"], shape)
+    from nbengine.kernels.cpu.recurrent_trials import try_delta_rule
+
+    def choose(processor: Processor) -> tuple[MatrixShape]:
+        return (MatrixShape(key_dim, value_dim, element, processor.accumulators),)
+
+    (function,), (shape,) = compile_tried(_define_delta_rule, ["delta_rule"], choose, try_delta_rule)
     return function, len(shape.panels)
 
 
@@ -43,8 +48,12 @@ def _define_delta_rule(module: ir.Module, shape: MatrixShape) -> None:
 @cache
 def compile_state_space(state_size: int, head_dim: int, element: Element) -> tuple[Function, int]:
     """Return the function, and into how many parts it can cut a head's columns."""
-    shape = MatrixShape(state_size, head_dim, element, host_processor().accumulators)
-    (function,) = compile_module(_define_state_space, ["state_space"], shape)
+    from nbengine.kernels.cpu.recurrent_trials import try_state_space
+
+    def choose(processor: Processor) -> tuple[MatrixShape]:
+        return (MatrixShape(state_size, head_dim, element, processor.accumulators),)
+
+    (function,), (shape,) = compile_tried(_define_state_space, ["state_space"], choose, try_state_space)
     return function, len(shape.panels)
 
 
@@ -57,8 +66,14 @@ def compile_short_convolution(
     channels: int, kernel: int, element: Element, has_bias: bool, silu: bool
 ) -> tuple[Function, int]:
     """Return the function, and how many parts the channels have."""
-    shape = ConvolutionShape(channels, kernel, element, has_bias, silu, host_processor().accumulators)
-    (function,) = compile_module(_define_short_convolution, ["short_convolution"], shape)
+    from nbengine.kernels.cpu.recurrent_trials import try_short_convolution
+
+    def choose(processor: Processor) -> tuple[ConvolutionShape]:
+        return (ConvolutionShape(channels, kernel, element, has_bias, silu, processor.accumulators),)
+
+    (function,), (shape,) = compile_tried(
+        _define_short_convolution, ["short_convolution"], choose, try_short_convolution
+    )
     return function, -(-channels // shape.span)
 
 
@@ -111,13 +126,7 @@ class CpuRecurrent:
             channels, kernel, ELEMENTS[self._dtype], bias is not None, silu
         )
         output = torch.empty((metadata.num_tokens, channels), dtype=self._dtype)
-        arguments = plan_of(metadata).convolution
-        arguments.counter, arguments.heads = 0, 1
-        arguments.parts = parts
-        arguments.items = metadata.num_reqs * parts
-        arguments.states, arguments.output = conv.data_ptr(), output.data_ptr()
-        arguments.x, arguments.x_stride = x.data_ptr(), x.stride(0) * x.element_size()
-        arguments.weight, arguments.bias = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        arguments = convolution_arguments(x, weight, bias, conv, output, metadata, parts)
         is_small = metadata.num_tokens * parts < _ITEMS_FOR_THREADS
         threads = 1 if is_small else torch.get_num_threads()
         self._run(function, ctypes.addressof(arguments), threads)
@@ -143,7 +152,7 @@ class CpuRecurrent:
         _check_slots("state", state, metadata)
         function, panels = compile_delta_rule(key_dim, value_dim, ELEMENTS[self._dtype])
         output = torch.empty((tokens, heads, value_dim), dtype=self._dtype)
-        arguments = self._matrix_arguments(query, key, value, state, output, metadata, panels)
+        arguments = matrix_arguments(query, key, value, state, output, metadata, panels)
         arguments.decay, arguments.beta = decay.data_ptr(), beta.data_ptr()
         self._run(function, ctypes.addressof(arguments), _threads_for(arguments))
         return output
@@ -168,32 +177,10 @@ class CpuRecurrent:
         _check_slots("state", state, metadata)
         function, panels = compile_state_space(state_size, head_dim, ELEMENTS[self._dtype])
         output = torch.empty((tokens, heads, head_dim), dtype=self._dtype)
-        arguments = self._matrix_arguments(c, b, x, state, output, metadata, panels)
+        arguments = matrix_arguments(c, b, x, state, output, metadata, panels)
         arguments.dt, arguments.rate, arguments.skip = dt.data_ptr(), rate.data_ptr(), skip.data_ptr()
         self._run(function, ctypes.addressof(arguments), _threads_for(arguments))
         return output
-
-    def _matrix_arguments(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        state: Tensor,
-        output: Tensor,
-        metadata: RecurrentMetadata,
-        panels: int,
-    ) -> RecurrentArguments:
-        """Return what the kernels whose states are matrices have in common."""
-        heads, size = value.shape[1], self._dtype.itemsize
-        arguments = plan_of(metadata).matrix
-        arguments.counter, arguments.heads, arguments.group = 0, heads, heads // key.shape[1]
-        arguments.parts = parts_of(metadata, heads, panels, torch.get_num_threads())
-        arguments.items = metadata.num_reqs * heads * arguments.parts
-        arguments.states, arguments.output = state.data_ptr(), output.data_ptr()
-        arguments.query, arguments.query_stride = query.data_ptr(), query.stride(0) * size
-        arguments.key, arguments.key_stride = key.data_ptr(), key.stride(0) * size
-        arguments.value, arguments.value_stride = value.data_ptr(), value.stride(0) * size
-        return arguments
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         if tensor.dtype is not self._dtype or tensor.shape != shape or not tensor.is_contiguous():
@@ -205,6 +192,48 @@ class CpuRecurrent:
             raise InvalidArgumentError(f"{name}.dtype", tensor.dtype, f"the model's, {self._dtype}")
         _, heads, channels = tensor.stride()
         return tensor if channels == 1 and heads == tensor.shape[2] else tensor.contiguous()
+
+
+def convolution_arguments(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Tensor,
+    output: Tensor,
+    metadata: RecurrentMetadata,
+    parts: int,
+) -> RecurrentArguments:
+    """Return what a convolution's function is called with; `parts` are those of its channels."""
+    arguments = plan_of(metadata).convolution
+    arguments.counter, arguments.heads = 0, 1
+    arguments.parts = parts
+    arguments.items = metadata.num_reqs * parts
+    arguments.states, arguments.output = conv.data_ptr(), output.data_ptr()
+    arguments.x, arguments.x_stride = x.data_ptr(), x.stride(0) * x.element_size()
+    arguments.weight, arguments.bias = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    return arguments
+
+
+def matrix_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    output: Tensor,
+    metadata: RecurrentMetadata,
+    panels: int,
+) -> RecurrentArguments:
+    """Return what the functions whose states are matrices have in common."""
+    heads, size = value.shape[1], value.element_size()
+    arguments = plan_of(metadata).matrix
+    arguments.counter, arguments.heads, arguments.group = 0, heads, heads // key.shape[1]
+    arguments.parts = parts_of(metadata, heads, panels, torch.get_num_threads())
+    arguments.items = metadata.num_reqs * heads * arguments.parts
+    arguments.states, arguments.output = state.data_ptr(), output.data_ptr()
+    arguments.query, arguments.query_stride = query.data_ptr(), query.stride(0) * size
+    arguments.key, arguments.key_stride = key.data_ptr(), key.stride(0) * size
+    arguments.value, arguments.value_stride = value.data_ptr(), value.stride(0) * size
+    return arguments
 
 
 def _threads_for(arguments: RecurrentArguments) -> int:

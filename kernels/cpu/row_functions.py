@@ -16,8 +16,9 @@ from llvmlite import ir
 
 from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Element, Int, Vector, define
 from nbengine.kernels.cpu.elements import supports
-from nbengine.kernels.cpu.jit import Function, compile_module
+from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.layout import vectors_of
+from nbengine.kernels.cpu.trials import compile_tried
 from nbengine.kernels.cpu.vectors import (
     GATES,
     exp,
@@ -79,7 +80,10 @@ def compile_rows(
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(_define, [name], name, size, element, head_dim, picked, turned)
+    from nbengine.kernels.cpu.row_trials import try_rows
+
+    arguments = name, size, element, head_dim, picked, turned
+    (function,), _ = compile_tried(_define, [name], lambda _: arguments, try_rows)
     return function
 
 
@@ -90,7 +94,12 @@ def compile_clamped_gate(size: int, element: Element, clamp: tuple[float, float]
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(_define_clamped_gate, ["clamped_gate"], size, element, clamp)
+    from nbengine.kernels.cpu.row_trials import try_clamped_gate
+
+    arguments = size, element, clamp
+    (function,), _ = compile_tried(
+        _define_clamped_gate, ["clamped_gate"], lambda _: arguments, try_clamped_gate
+    )
     return function
 
 

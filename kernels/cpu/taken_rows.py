@@ -9,7 +9,8 @@ from llvmlite import ir
 
 from nbengine.kernels.cpu.codegen import Code, Element, Int, Vector, define
 from nbengine.kernels.cpu.integers import LANES, load_bytes, power_of_two
-from nbengine.kernels.cpu.jit import Function, compile_module
+from nbengine.kernels.cpu.jit import Function
+from nbengine.kernels.cpu.trials import compile_tried
 from nbengine.kernels.quantized import MICRO_LEVELS, PLANE, QUADS, SPAN, Format
 
 _FLOAT = 4
@@ -39,7 +40,9 @@ def compile_take_rows(form: Format | Element, *, is_part: bool = False) -> Funct
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(_define, ["take_rows"], form, is_part)
+    from nbengine.kernels.cpu.product_trials import try_take_rows
+
+    (function,), _ = compile_tried(_define, ["take_rows"], lambda _: (form, is_part), try_take_rows)
     return function
 
 

@@ -17,6 +17,7 @@ from nbengine.kernels.cpu import attention_functions
 from nbengine.kernels.cpu import backend as cpu_backend
 from nbengine.kernels.cpu import elements as cpu_elements
 from nbengine.kernels.cpu import jit as cpu_jit
+from nbengine.kernels.cpu import trials as cpu_trials
 from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.cpu.layout import DECODE_PART, PREFILL_PART, Work
 from nbengine.kernels.cpu.plan import decode_work, prefill_work
@@ -130,7 +131,7 @@ def test_a_processor_with_narrower_vectors_gets_the_same_result(
     )
     older = cpu_jit.Processor(name, features)
     monkeypatch.setattr(cpu_jit, "host_processor", lambda: older)
-    monkeypatch.setattr(attention_functions, "host_processor", lambda: older)
+    monkeypatch.setattr(cpu_trials, "host_processor", lambda: older)
     monkeypatch.setattr(cpu_elements, "host_processor", lambda: older)
     for function in (attention_functions.compile_attention, attention_functions.compile_write_kv):
         monkeypatch.setattr(cpu_backend, function.__name__, function.__wrapped__)
@@ -169,7 +170,7 @@ def test_warm_up_leaves_nothing_to_compile(make_batch, make_shape, assert_close,
         raise AssertionError("compiled during a step")
 
     batch = make_batch(kernels, make_shape(10, 2, 24, 4), [(1, 9), (3, 3)])
-    monkeypatch.setattr(attention_functions, "compile_module", refuse)
+    monkeypatch.setattr(attention_functions, "compile_tried", refuse)
     kernels.write_kv(batch.key, batch.value, batch.kv_cache, batch.all_slots)
     assert_close(batch.run(), batch.expected())
 

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels.cpu import jit, products, quantized
+from nbengine.kernels.cpu import jit, products, trials
 from nbengine.kernels.cpu.integers import QuadProduct
 from nbengine.kernels.cpu.jit import Processor, host_processor
-from nbengine.kernels.cpu.products import compile_multiply
 from nbengine.kernels.cpu.quantized import CpuProducts, share_size
 from nbengine.kernels.quantized import MICRO_LEVELS, Format, dense, pack
 from tests.kernels.quantized_weights import ALL_FORMATS, FORMAT_NAMES, random_parts, rounded
@@ -76,10 +75,10 @@ def on_processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[QuadProduct], Non
             {name: has and not name.startswith(LACKING[kind]) for name, has in host.features.items()}
         )
         older = Processor(host.name, features)
-        for module in (jit, products):
+        for module in (jit, trials):
             monkeypatch.setattr(module, "host_processor", lambda: older)
         monkeypatch.setattr(QuadProduct, "best", lambda processor: kind)
-        monkeypatch.setattr(quantized, "compile_multiply", cache(compile_multiply.__wrapped__))
+        monkeypatch.setattr(products, "_compile_multiply", cache(products._compile_multiply.__wrapped__))
 
     return take
 

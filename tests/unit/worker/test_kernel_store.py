@@ -84,6 +84,8 @@ def test_what_is_kept_is_found_without_building_it_again_until_the_sources_chang
         ("cpu.records", True),
         ("quantized", True),
         ("cpu.jit", True),
+        ("cpu.trials", True),
+        ("cpu.product_trials", False),
         ("cpu.routing", False),
         ("triton.experts", False),
     ],
