@@ -20,6 +20,7 @@ from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Int, define
 from nbengine.kernels.cpu.jit import Function, compile_module
 from nbengine.kernels.cpu.products import GatedArguments, ProductArguments
 from nbengine.kernels.cpu.threads import select_runner
+from nbengine.kernels.cpu.trials import compile_tried
 
 EXPERT_WORDS = 16
 """Words (int64) of an expert's arguments of a product."""
@@ -158,7 +159,10 @@ def compile_combine(size: int) -> Function:
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    return compile_module(_define_combine, ["combine"], size)[0]
+    from nbengine.kernels.cpu.step_trials import try_combine
+
+    (function,), _ = compile_tried(_define_combine, ["combine"], lambda _: (size,), try_combine)
+    return function
 
 
 def _define_sort(module: ir.Module) -> None:

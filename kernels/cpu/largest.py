@@ -8,7 +8,8 @@ from functools import cache
 from llvmlite import ir
 
 from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Int, Vector, define
-from nbengine.kernels.cpu.jit import Function, compile_module
+from nbengine.kernels.cpu.jit import Function
+from nbengine.kernels.cpu.trials import compile_tried
 
 PARTS = 8
 """Parts of a row, which threads share."""
@@ -38,7 +39,9 @@ def compile_largest() -> tuple[Function, Function]:
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    peaks, places = compile_module(_define, ["peaks", "places"])
+    from nbengine.kernels.cpu.step_trials import try_largest
+
+    (peaks, places), _ = compile_tried(_define, ["peaks", "places"], lambda _: (), try_largest)
     return peaks, places
 
 

@@ -10,8 +10,9 @@ from functools import cache, partial
 from llvmlite import ir
 
 from nbengine.kernels.cpu.codegen import Code, Element, Int, define
-from nbengine.kernels.cpu.jit import Function, compile_module
+from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.row_functions import Row, rms_norm, turn_halves, turn_pairs
+from nbengine.kernels.cpu.trials import compile_tried
 
 _FLOAT, _WORD = 4, 8
 
@@ -55,7 +56,9 @@ def compile_latent_rows(shape: LatentRowShape) -> Function:
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(_define, ["latent_rows"], shape)
+    from nbengine.kernels.cpu.step_trials import try_latent_rows
+
+    (function,), _ = compile_tried(_define, ["latent_rows"], lambda _: (shape,), try_latent_rows)
     return function
 
 

@@ -9,9 +9,10 @@ from functools import cache, partial
 from llvmlite import ir
 
 from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Int, Vector, define
-from nbengine.kernels.cpu.jit import Function, compile_module
+from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.records import RECORD_BYTES, round_span
 from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME
+from nbengine.kernels.cpu.trials import compile_tried
 from nbengine.kernels.cpu.vectors import rms_factor
 from nbengine.kernels.quantized import SPAN
 
@@ -45,7 +46,9 @@ def compile_norm_round(size: int, *, adds: bool) -> Function:
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(_define, ["norm_round"], size, adds)
+    from nbengine.kernels.cpu.step_trials import try_norm_round
+
+    (function,), _ = compile_tried(_define, ["norm_round"], lambda _: (size, adds), try_norm_round)
     return function
 
 

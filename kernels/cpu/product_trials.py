@@ -24,7 +24,7 @@ _ROWS = 15
 _FEATURES, _PART = 32, 20
 _LEVELS = 127
 _ERROR = 1e-6
-"""The part of what the sizes of its terms add up to by which a sum in float32 may be off."""
+"""The error of a sum in float32, as a part of the sum of its terms' sizes."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, other: F.silu(gate) * other,
@@ -60,7 +60,7 @@ def try_round_rows(functions: Sequence[Function]) -> Trial:
         record_stride=records.stride(0),
     )
     yield [(functions[0], arguments)]
-    return _are_records_of(records, x.double(), 1e-4)
+    return are_records_of(records, x.double(), 1e-4)
 
 
 def try_multiply(functions: Sequence[Function], form: Format, _: QuadProduct, has_bias: bool) -> Trial:
@@ -116,7 +116,7 @@ def try_gated(
     yield [(functions[0], arguments)]
     gates = x @ gate_weight.T + gate_bias.double() * has_bias
     others = x @ up_weight.T + up_bias.double() * has_bias
-    return _are_records_of(output, activated(activation, gates, others), 1e-3)
+    return are_records_of(output, activated(activation, gates, others), 1e-3)
 
 
 def try_take_rows(functions: Sequence[Function], form: Format | Element, is_part: bool) -> Trial:
@@ -174,7 +174,7 @@ def _random_records(columns: int) -> tuple[Tensor, Tensor]:
     return records, (levels.double() * scales.double()).view(_ROWS, columns)
 
 
-def _are_records_of(records: Tensor, x: Tensor, error: float) -> bool:
+def are_records_of(records: Tensor, x: Tensor, error: float) -> bool:
     """Return whether records hold rows of x, float64, which may be off by a part of the largest number."""
     levels = records[..., :SPAN].view(torch.int8).double()
     scale, scaled, total, first = records[..., SPAN:].view(torch.float32).double().unbind(-1)

@@ -19,6 +19,7 @@ from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Element, Int, Vector, 
 from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.jit import Function, compile_module
 from nbengine.kernels.cpu.threads import select_runner
+from nbengine.kernels.cpu.trials import compile_tried
 
 _FLOAT, _WORD = 4, 8
 TAKEN = -math.inf
@@ -132,7 +133,9 @@ def compile_scores(element: Element) -> Function:
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    (function,) = compile_module(_define_scores, ["scores"], element)
+    from nbengine.kernels.cpu.step_trials import try_scores
+
+    (function,), _ = compile_tried(_define_scores, ["scores"], lambda _: (element,), try_scores)
     return function
 
 

@@ -17,7 +17,7 @@ from nbengine.kernels.cpu.row_functions import DELTA_GATES, RowArguments
 from nbengine.kernels.cpu.trials import Trial, is_near, poisoned, random_numbers
 
 _ROWS = 3
-_EPS = 1e-5
+EPS = 1e-5
 _ERROR = 2e-5
 """The error of what is computed in float32, as a part of results and of the largest one."""
 
@@ -44,8 +44,24 @@ class _Rows:
     function: Callable[[Tensor, Tensor, _Sizes], Tensor]
 
 
+def other_halves(x: Tensor) -> Tensor:
+    """Return the numbers with which those of a head turn, if halves turn together."""
+    return x.roll(x.shape[-1] // 2, -1)
+
+
+def neighbours(x: Tensor) -> Tensor:
+    """Return the numbers with which those of a head turn, if neighbours turn together."""
+    return x.unfold(-1, 2, 2).flip(-1).flatten(-2)
+
+
+def turned(x: Tensor, angles: Tensor, partners: Callable[[Tensor], Tensor]) -> Tensor:
+    """Turn heads [T, heads, n] by angles [T, 2 n], cosines before signed sines."""
+    cos, sin = angles.view(len(x), 2, 1, -1).unbind(1)
+    return x * cos + partners(x) * sin
+
+
 def _norm(x: Tensor, weight: Tensor, _sizes: _Sizes) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + _EPS).rsqrt() * weight
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
 def _norm_of_heads(x: Tensor, weight: Tensor, sizes: _Sizes) -> Tensor:
@@ -58,11 +74,9 @@ def _every_other(x: Tensor, sizes: _Sizes) -> Tensor:
 
 
 def _turn(x: Tensor, angles: Tensor, sizes: _Sizes, partners: Callable[[Tensor], Tensor]) -> Tensor:
-    turned = sizes.turned or sizes.head_dim
+    count = sizes.turned or sizes.head_dim
     heads = x.view(len(x), -1, sizes.head_dim).clone()
-    cos, sin = angles.view(len(x), 2, 1, turned).unbind(1)
-    own = heads[..., :turned]
-    heads[..., :turned] = own * cos + partners(own) * sin
+    heads[..., :count] = turned(heads[..., :count], angles, partners)
     return heads.flatten(1)
 
 
@@ -90,14 +104,12 @@ _KINDS: Mapping[str, _Rows] = {
     "rotate": _Rows(
         lambda s: s.heads,
         lambda s: 2 * (s.turned or s.head_dim),
-        lambda x, angles, s: _turn(x, angles, s, lambda own: own.roll(own.shape[-1] // 2, -1)),
+        lambda x, angles, s: _turn(x, angles, s, other_halves),
     ),
     "rotate_pairs": _Rows(
         lambda s: s.heads,
         lambda s: 2 * (s.turned or s.head_dim),
-        lambda x, angles, s: _turn(
-            x, angles, s, lambda own: own.view(*own.shape[:-1], -1, 2).flip(-1).flatten(-2)
-        ),
+        lambda x, angles, s: _turn(x, angles, s, neighbours),
     ),
     DELTA_GATES[0]: _Rows(lambda s: s.size, lambda s: 2 * s.size, _decay),
     DELTA_GATES[1]: _same(lambda x, _: x.sigmoid()),
@@ -155,7 +167,7 @@ def _try(function: Function, kind: _Rows, sizes: _Sizes, element: Element, picke
         picks=picks.data_ptr(),
         output=output.data_ptr(),
         output_stride=output.stride(0) * output.element_size(),
-        eps=_EPS,
+        eps=EPS,
     )
     yield [(function, arguments)]
     return is_near(output, expected, (expected.abs() + expected.abs().max()) * _ERROR)

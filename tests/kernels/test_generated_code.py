@@ -1,4 +1,4 @@
-"""What the kernels' generators make is what the files in `tests/kernels/generated` say: a change of it shows in review."""
+"""The kernels' generators make what the files in `tests/kernels/generated` say: a change of it shows in review."""
 
 from __future__ import annotations
 

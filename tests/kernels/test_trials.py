@@ -28,10 +28,14 @@ from nbengine.kernels.cpu.dense import CpuDense, compile_dense
 from nbengine.kernels.cpu.dense_parts import Instructions
 from nbengine.kernels.cpu.dense_trials import try_dense, try_heads
 from nbengine.kernels.cpu.dense_vectors import Block
+from nbengine.kernels.cpu.expert_steps import compile_combine
 from nbengine.kernels.cpu.head_products import HeadShape, compile_heads
 from nbengine.kernels.cpu.integers import QuadProduct
 from nbengine.kernels.cpu.jit import Function, Processor, compile_module, host_processor
+from nbengine.kernels.cpu.largest import compile_largest
+from nbengine.kernels.cpu.latent_rows import LatentRowShape, compile_latent_rows
 from nbengine.kernels.cpu.layout import Features, Span
+from nbengine.kernels.cpu.norm_rounding import compile_norm_round
 from nbengine.kernels.cpu.product_trials import try_gated, try_multiply, try_round_rows, try_take_rows
 from nbengine.kernels.cpu.quantized import CpuProducts
 from nbengine.kernels.cpu.recurrent import (
@@ -41,8 +45,16 @@ from nbengine.kernels.cpu.recurrent import (
 )
 from nbengine.kernels.cpu.recurrent_layout import ConvolutionShape, MatrixShape
 from nbengine.kernels.cpu.recurrent_trials import try_delta_rule, try_short_convolution, try_state_space
+from nbengine.kernels.cpu.routing import compile_scores
 from nbengine.kernels.cpu.row_functions import compile_clamped_gate, compile_rows
 from nbengine.kernels.cpu.row_trials import try_clamped_gate, try_rows
+from nbengine.kernels.cpu.step_trials import (
+    try_combine,
+    try_largest,
+    try_latent_rows,
+    try_norm_round,
+    try_scores,
+)
 from nbengine.kernels.cpu.taken_rows import compile_take_rows
 from nbengine.kernels.cpu.trials import without_instructions
 from nbengine.kernels.dense_kernels import select_dense
@@ -68,7 +80,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lesser(host: Processor, best: QuadProduct) -> QuadProduct:
-    """What multiplies on the next processor of the ladder that has not the best instructions."""
+    """The instructions of the first processor of the ladder that has not the best ones."""
     kinds = [QuadProduct.best(processor) for processor, _ in without_instructions(host)]
     return next(kind for kind in kinds if kind is not best)
 
@@ -230,7 +242,7 @@ def every_trial() -> list[Tried]:
     kind, heads = QuadProduct.best(host_processor()), HeadShape(33, 20, NARROW, WIDE, True)
     block = Block.of(host_processor().accumulators)
     dense_kind, function, _ = compile_dense(NARROW, WIDE)
-    clamp, written = (1.7, 7.0), (32, 16, NARROW, WIDE)
+    clamp, written, latent = (1.7, 7.0), (32, 16, NARROW, WIDE), LatentRowShape(2, 16, 32, 48, True)
     return [
         ([products.compile_round_rows()], try_round_rows, ()),
         ([products.compile_multiply(FORM)], try_multiply, (FORM, kind, False)),
@@ -246,6 +258,11 @@ def every_trial() -> list[Tried]:
         ([compile_rows("rotate", 3, NARROW, 32)], try_rows, ("rotate", 3, NARROW, 32, False, 0)),
         ([compile_clamped_gate(48, WIDE, clamp)], try_clamped_gate, (48, WIDE, clamp)),
         *recurrent(),
+        ([compile_norm_round(96, adds=True)], try_norm_round, (96, True)),
+        ([compile_latent_rows(latent)], try_latent_rows, (latent,)),
+        ([compile_scores(NARROW)], try_scores, (NARROW,)),
+        ([compile_combine(48)], try_combine, (48,)),
+        (compile_largest(), try_largest, ()),
     ]
 
 
