@@ -17,6 +17,9 @@ from nbengine.models.configs.rope_config import DEFAULT_THETA, TURNS_PART, rope_
 if TYPE_CHECKING:
     from nbengine.models.causal_model import CausalModel, DecoderOptions
 
+_OF_OTHERS = ("num_key_value_heads", "head_dim")
+"""The sizes that follow from others where a configuration says null."""
+
 
 class Family(Protocol):
     """A kind of decoders, as the registry knows it; see `DecoderFamily`."""
@@ -68,7 +71,8 @@ class DecoderFamily:
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`."""
-        known = {**self.defaults, **{key: value for key, value in hf.items() if value is not None}}
+        usual = {key: value for key, value in self.defaults.items() if key not in _OF_OTHERS or key not in hf}
+        known = {**usual, **{key: value for key, value in hf.items() if value is not None}}
         hidden_size, num_heads = positive(known, "hidden_size"), positive(known, "num_attention_heads")
         head_dim = positive(known, "head_dim", hidden_size // num_heads)
         stated = stated_rope(known)

@@ -14,6 +14,8 @@ from nbengine.models.configs.moe_config import MoEConfig, num_experts_of
 from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_alike, layers_of, window_of
 
+_WINDOW: Mapping[str, Any] = {"sliding_window": 4096}
+"""The window of a configuration that says nothing of it."""
 _IMAGES_2: Mapping[str, Any] = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
@@ -32,8 +34,8 @@ class Qwen2(TextPart):
     defaults: Mapping[str, Any] = {"num_key_value_heads": 32}
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
-        """See `Family.config`."""
-        return super().config(_with_images(hf, _IMAGES_2))
+        """See `Family.config`; null says that there is no window."""
+        return super().config(_with_images({**_WINDOW, **hf}, _IMAGES_2))
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -48,8 +50,8 @@ class Qwen3(TextPart):
     defaults: Mapping[str, Any] = {"num_key_value_heads": 32, "head_dim": 128}
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
-        """See `Family.config`; models with images have no windows."""
-        return super().config(_with_images(hf, _IMAGES_3, use_sliding_window=False))
+        """See `Family.config`; models with images have no windows, and null says that there is none."""
+        return super().config(_with_images({**_WINDOW, **hf}, _IMAGES_3, use_sliding_window=False))
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -70,6 +72,10 @@ class Qwen2Moe(DecoderFamily):
     turns_parts = False
     defaults: Mapping[str, Any] = {"num_key_value_heads": 16}
 
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`; null says that there is no window."""
+        return super().config({**_WINDOW, **hf})
+
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
         shared = positive(hf, "shared_expert_intermediate_size", 5632)
@@ -89,6 +95,10 @@ class Qwen3Moe(DecoderFamily):
     defaults: Mapping[str, Any] = {"num_key_value_heads": 4}
     usual_experts = (128, 8, 768)
     """The number of experts, that of a token, and the inner features of each, where config.json says nothing."""
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`; null says that there is no window."""
+        return super().config({**_WINDOW, **hf})
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `DecoderFamily.variant`."""
@@ -137,7 +147,7 @@ def _with_images(hf: Mapping[str, Any], defaults: Mapping[str, Any], **own: Any)
     its `own` whatever it states."""
     if not any("VL" in str(name) for name in hf.get("architectures") or ()):
         return hf
-    return {**defaults, **{key: value for key, value in hf.items() if value is not None}, **own}
+    return {**defaults, **hf, **own}
 
 
 def _layers(hf: Mapping[str, Any], *, in_turn: bool = False) -> Any:
@@ -149,7 +159,7 @@ def _layers(hf: Mapping[str, Any], *, in_turn: bool = False) -> Any:
     has_window = {
         index: index % 2 == 0 and index < first if in_turn else index >= first for index in range(count)
     }
-    return layers_of(hf, window_of(hf, 4096), has_window)
+    return layers_of(hf, window_of(hf), has_window)
 
 
 def experts_of(hf: Mapping[str, Any], num_experts: int, per_token: int, inner: int, shared: int) -> MoEConfig:

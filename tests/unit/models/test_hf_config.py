@@ -270,11 +270,30 @@ ALSO_STATED = {
 }
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_what_a_configuration_leaves_out_is_what_transformers_assumes(name: str) -> None:
+NULLS: list[dict[str, Any]] = [{"num_key_value_heads": None}, {"head_dim": None}, {"sliding_window": None}]
+WITH_NULLS = ("Qwen2", "Qwen2VL", "Qwen3", "Bamba", "SmolLM3", "Ernie4_5", "SeedOss")
+
+
+@pytest.mark.parametrize(
+    ("name", "also"),
+    [
+        *((name, {}) for name in DECODERS),
+        *(
+            (name, {**each, "use_sliding_window": True, "max_window_layers": 0})
+            for name in DECODERS
+            for each in [*NULLS, {}]
+            if name.startswith(tuple(f"{kind}For" for kind in WITH_NULLS))
+            and not (name == "Qwen3ForCausalLM" and "head_dim" in each)
+        ),
+        ("Qwen3MoeForCausalLM", {"use_sliding_window": True}),
+    ],
+)
+def test_what_a_configuration_leaves_out_is_what_transformers_assumes(
+    name: str, also: dict[str, Any]
+) -> None:
     config_class = getattr(transformers, name).config_class
     stated = {key: value for key, value in STATED.items() if key != "architectures"}
-    stated |= ALSO_STATED.get(name, {})
+    stated |= {**ALSO_STATED.get(name, {}), "max_position_embeddings": 8192, **also}
     if "text_config" in config_class.sub_configs:
         whole = config_class(text_config=stated, **ALSO_STATED.get(name, {})).to_dict()
     else:
@@ -302,7 +321,11 @@ def test_a_part_of_a_head_is_turned_where_the_class_of_transformers_reads_it(nam
 IGNORED = {
     "OlmoForCausalLM": {"rms_norm_eps": 0.5},
     "GraniteMoeForCausalLM": {"mlp_bias": True},
-    "Qwen3VLForConditionalGeneration": {"use_sliding_window": True, "sliding_window": 16},
+    "Qwen3VLForConditionalGeneration": {
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 0,
+    },
     "Qwen3VLMoeForConditionalGeneration": {"use_sliding_window": True, "sliding_window": 16},
 }
 
