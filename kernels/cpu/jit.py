@@ -31,10 +31,9 @@ _PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 P = ParamSpec("P")
 _lock = threading.Lock()
 _engines: list[llvm.ExecutionEngine] = []  # an engine owns the machine code it made
-
-
-_WRONG = b"computes wrongly"
-"""The entry of a store for a module whose code has failed its trial on this machine."""
+_WRONG = b"computes wrongly "
+"""The beginning of a store's entry for a module whose code has failed its trial on this machine. The hash of this package
+follows: with another one, whose trial or reference may be mended, the code is tried again."""
 
 
 class MachineCodeStore(Protocol):
@@ -131,7 +130,7 @@ def compile_if_right(
     if new_code is None:
         return functions or None
     passes = is_right(functions)
-    _keep(module, processor, new_code if passes else _WRONG)
+    _keep(module, processor, new_code if passes else _wrong())
     return functions if passes else None
 
 
@@ -146,8 +145,10 @@ def _compiled(
         try:
             machine = _target_machine(processor)
             code = found = _kept(module, processor)
-            if found == _WRONG:
-                return [], None
+            if found is not None and found.startswith(_WRONG):
+                if found == _wrong():
+                    return [], None
+                code = found = None
             if code is None:
                 defined = ir.Module(module.func.__qualname__)
                 module.func(defined, *module.args, **module.keywords)
@@ -163,6 +164,10 @@ def _compiled(
     addresses = [int(engine.get_function_address(name)) for name in names]
     functions = [Function(address, _PROTOTYPE(address)) for address in addresses]
     return functions, code if on_trial and found is None else None
+
+
+def _wrong() -> bytes:
+    return _WRONG + _digest_of(_PACKAGE).encode()
 
 
 def _store_of(module: partial[None]) -> MachineCodeStore | None:

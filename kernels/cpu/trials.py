@@ -67,7 +67,10 @@ def compile_tried(
                     *(host.name, names[0], ", ".join(lacking)),
                 )
             return functions, arguments
-    raise NBEngineError(f"the kernel {names[0]} computes wrongly on this processor ({host.name})")
+    raise NBEngineError(
+        f"the kernel {names[0]} computes wrongly on this processor ({host.name}) with whatever instructions it has; "
+        "to have it tried again, remove the directory `kernels` of nbengine's cache"
+    )
 
 
 def without_instructions(host: Processor) -> list[tuple[Processor, list[str]]]:

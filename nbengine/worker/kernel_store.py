@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import logging
 import os
+import platform
 from pathlib import Path
 
 from nbengine.errors import NBEngineError
@@ -25,18 +26,23 @@ MOST_FILES = 1024
 _NAME = "the directory of compiled kernels"
 _LARGEST = 16 << 20
 _DIGEST_BYTES = 32
+_CPUINFO = Path("/proc/cpuinfo")
+_FACTS = ("model", "stepping", "microcode", "flags", "Features", "CPU ")
+"""The beginnings of its lines that are facts of a processor, on x86 and on Arm; others are clocks."""
 
 
 class KernelStore:
     """Object files in a directory of this user's, the most recently used `most_files` of them.
 
     A file begins with a digest of its key and its code: linking half a file would end the process. Whatever
-    happens to the directory harms nobody: what cannot be read or written is compiled.
+    happens to the directory harms nobody: what cannot be read or written is compiled. Machines that share the
+    directory have files of their own, because code is tried on the `machine` for which it is kept.
     """
 
-    def __init__(self, directory: Path, most_files: int = MOST_FILES) -> None:
+    def __init__(self, directory: Path, most_files: int = MOST_FILES, machine: str = "") -> None:
         self._directory = directory
         self._most_files = most_files
+        self._machine = machine
 
     def get(self, key: str) -> bytes | None:
         """See `nbengine.kernels.cpu.jit.MachineCodeStore.get`."""
@@ -78,7 +84,8 @@ class KernelStore:
                 path.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
-        return self._directory / f"{key}.o"
+        name = hashlib.sha256(f"{self._machine} {key}".encode()).hexdigest()
+        return self._directory / f"{name}.o"
 
 
 def keep_kernels() -> None:
@@ -87,11 +94,21 @@ def keep_kernels() -> None:
     A model that lies in a directory of its own needs no cache directory: without one, kernels are compiled.
     """
     try:
-        store = KernelStore(cache_dir() / "kernels")
+        store = KernelStore(cache_dir() / "kernels", machine=_machine())
     except NBEngineError as error:
         logger.info("compiled kernels are not kept: %s", error)
         store = None
     keep_machine_code(store)
+
+
+def _machine() -> str:
+    """Return what decides beside the instruction sets whether code is right: the processor's make and microcode, whether
+    it is a virtual one, and the system. Containers of a machine have the same."""
+    facts = [platform.release()]
+    with contextlib.suppress(OSError):
+        processor, _, _ = _CPUINFO.read_text(errors="replace").partition("\n\n")
+        facts += [line for line in processor.splitlines() if line.startswith(_FACTS)]
+    return " ".join(facts)
 
 
 def _digest(key: str, code: bytes) -> bytes:

@@ -206,3 +206,42 @@ def test_a_worker_starts_without_a_cache_directory(tiny_config, monkeypatch, no_
         Worker(tiny_config).init_device()
     assert "compiled kernels are not kept" in caplog.text
     assert add(6) == 16
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_verdict_is_asked_for_again_on_another_machine_and_a_bad_one_with_other_sources(
+    is_right, compilations, monkeypatch, directory
+):
+    asked = []
+
+    def find():
+        """Return whether there are functions, and how often they were tried."""
+        host = cpu_jit.host_processor()
+        found = cpu_jit.compile_if_right(
+            host, define_add, ["function"], lambda functions: asked.append(functions) or is_right, 3
+        )
+        return found is not None, len(asked)
+
+    assert [find(), find()] == [(is_right, 1)] * 2
+    monkeypatch.setattr(cpu_jit, "_store", KernelStore(directory, machine="another"))
+    assert [find(), find()] == [(is_right, 2)] * 2
+    # The code does not depend on its trial's sources; what they have found wrong does.
+    own, real = define_add.__module__, cpu_jit._digest_of
+    monkeypatch.setattr(cpu_jit, "_digest_of", lambda name: real(name) if name == own else "mended")
+    assert [find(), find()] == [(is_right, 2 if is_right else 3)] * 2
+
+
+def test_machines_are_told_apart_by_what_their_processors_are(monkeypatch, tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(kernel_store, "_CPUINFO", cpuinfo)
+
+    def machine(**facts):
+        lines = {"model name": "EPYC", "microcode": "0x1", "flags": "fpu amx_tile", "cpu MHz": "1.0"} | facts
+        cpuinfo.write_text("".join(f"{name}\t: {value}\n" for name, value in lines.items()) + "\n")
+        return kernel_store._machine()
+
+    assert machine() == machine(**{"cpu MHz": "2.0"})
+    others = [machine(microcode="0x2"), machine(flags="fpu amx_tile hypervisor")]
+    assert len({machine(), *others}) == 3
+    cpuinfo.unlink()
+    assert kernel_store._machine()
