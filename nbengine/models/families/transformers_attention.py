@@ -228,7 +228,9 @@ class Probe:
             raise self._refused(f"attention with {', '.join(sorted(unknown))}")
         num_tokens, head_dim = query.shape[2:]
         if key.shape[2] != num_tokens or key.shape[3] != head_dim or value.shape[3] > head_dim:
-            raise self._refused(f"queries {list(query.shape)} for keys {list(key.shape)} in layer {index}")
+            raise self._refused(
+                f"queries {list(query.shape)} for keys {list(key.shape)} and values {list(value.shape)} in layer {index}"
+            )
         shape = LayerShape(
             query.shape[1], key.shape[1], head_dim, value.shape[3], sliding_window or None, None
         )

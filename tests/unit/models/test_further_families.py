@@ -32,7 +32,7 @@ def test_queries_grow_where_the_rotary_embedding_says_so() -> None:
 
 
 def test_ministral_3_has_a_rotary_embedding_of_its_own_where_nothing_is_said() -> None:
-    found = config_of("Ministral3", max_position_embeddings=None, head_dim=None)
+    found = config_of("Ministral3", max_position_embeddings=None)
     assert (found.head_dim, found.max_position_embeddings) == (128, 262_144)
     assert found.rope_theta == 1e6
     assert found.rope_scaling is not None

@@ -256,6 +256,12 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "no attention function": ("Bloom", "ForCausalLM", {}, "attention of its own"),
     "a mask of its own": ("Doge", "ForCausalLM", {}, "an attention mask of its own"),
+    "values that are longer than keys": (
+        "DeepseekV3",
+        "ForCausalLM",
+        {**LATENT, **GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "v_head_dim": 28},
+        r"queries \[1, 4, .*, 24\] for keys \[1, 4, .*, 24\] and values \[1, 4, .*, 28\] in layer 0",
+    ),
     "two attentions a layer": ("DiffLlama", "ForCausalLM", {}, "more than one attention in layer 0"),
 }
 
