@@ -20,7 +20,7 @@ WHOLE_PROJECTIONS, TILED_VALUES = "nbengine_whole_projections", "nbengine_tiled_
 all key heads in one, and that their output projection takes value heads in another order."""
 
 _EVERYWHERE: Mapping[str, Any] = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-"""Settings of the experts of Qwen 3.5, which no file changes."""
+"""The entries of Qwen 3.5 with experts, whatever a file says."""
 
 
 class Qwen35(TextPart):
