@@ -9,6 +9,7 @@ from asgi import call
 from fake_service_engine import FakeEngine, FakeServer
 
 from nbengine.outputs import PromptProgress
+from nbengine.sampling_params import MAX_N
 
 PATH = "/v1/completions"
 
@@ -163,6 +164,7 @@ async def test_places_in_the_text_go_on_from_chunk_to_chunk(stream: bool) -> Non
     ("change", "param"),
     [
         ({"max_tokens": 0}, "max_tokens"),
+        ({"n": MAX_N + 1, "temperature": 0}, "n"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
@@ -174,6 +176,8 @@ async def test_a_wrong_field_is_named(change: dict[str, Any], param: str) -> Non
     fake = await server()
     reply = await call(fake.app, PATH, {"prompt": "a", **change})
     assert (reply.status, reply.error["param"]) == (400, param)
+    # One that asks for more completions than there are places has another code.
+    assert reply.error["code"] != "too_many_completions"
 
 
 async def test_an_error_of_one_prompt_ends_the_others() -> None:
