@@ -151,6 +151,26 @@ async def test_the_prompts_log_probabilities_come_with_its_echo() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_shows_the_token_behind_a_prompt_that_is_wanted_alone(stream: bool) -> None:
+    fake = await server(FakeEngine(["H"]))
+    fake.engine.stop_reason = ord("H")
+    body: dict[str, Any] = {"prompt": "ab", "echo": True, "max_tokens": 0, "return_token_ids": True}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    reply = await call(fake.app, PATH, body)
+    first, *others = reply.events()[:-1] if stream else [reply.json()]
+    [choice] = first["choices"]
+    assert (choice["text"], choice["token_ids"], choice["stop_reason"]) == ("ab", [], None)
+    assert choice["finish_reason"] == "length"
+    assert [part["usage"]["completion_tokens"] for part in (first, *others)] == [0] * (1 + stream)
+    kept = (
+        await call(fake.app, PATH, {**body, "max_tokens": 1, "stream": False, "stream_options": None})
+    ).json()
+    [choice] = kept["choices"]
+    assert (choice["text"], choice["token_ids"], choice["stop_reason"]) == ("abH", [ord("H")], ord("H"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_places_in_the_text_go_on_from_chunk_to_chunk(stream: bool) -> None:
     fake = await server()
     reply = await call(fake.app, PATH, {"prompt": "ab", "logprobs": 2, "stream": stream})
