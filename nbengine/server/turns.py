@@ -54,6 +54,7 @@ class ChatTurn:
             count_tokens=lambda text: len(
                 service.engine.input_processor.encoder.encode(text, add_special_tokens=False)
             ),
+            divides_logprobs=params.logprobs is not None,
         )
 
     @property
