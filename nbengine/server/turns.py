@@ -55,6 +55,7 @@ class ChatTurn:
                 service.engine.input_processor.encoder.encode(text, add_special_tokens=False)
             ),
             divides_logprobs=params.logprobs is not None,
+            has_prompt_logprobs=params.prompt_logprobs is not None,
         )
 
     @property

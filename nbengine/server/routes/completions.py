@@ -57,7 +57,11 @@ async def completions(request: Request) -> Response | EventStream:
         data_parallel_rank=asked.data_parallel_rank,
         reports_prompts=asked.wants_progress,
     )
-    reader = AnswerReader(completions_per_prompt=params.n * copies, copies=copies)
+    reader = AnswerReader(
+        completions_per_prompt=params.n * copies,
+        copies=copies,
+        has_prompt_logprobs=params.prompt_logprobs is not None,
+    )
     form = CompletionForm(
         request_id,
         now(),

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from nbengine.frontend.parsing.deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallEnded
-from nbengine.outputs import CompletionOutput, Logprob, PromptProgress, RequestOutput
+from nbengine.outputs import CompletionOutput, Logprob, PromptProgress, RequestOutput, joined
 from nbengine.server.protocol.errors import SERVER_ERROR, ApiError
 from nbengine.server.translate.content_logprobs import ContentLogprobs, Entry
 from nbengine.server.translate.usage import Usage
@@ -111,6 +111,8 @@ class AnswerReader:
         copies: requests that each prompt was sent as; together they make `n` completions.
         count_tokens: counts the tokens of a text; None: reasoning is not counted.
         divides_logprobs: the parts have `content_logprobs`.
+        has_prompt_logprobs: the first part of each completion has the prompt's log probabilities. The engine sends them
+            with the first completion of a request, for which the others wait.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class AnswerReader:
         copies: int = 1,
         count_tokens: Callable[[str], int] | None = None,
         divides_logprobs: bool = False,
+        has_prompt_logprobs: bool = False,
     ) -> None:
         self._make_parser = make_parser
         self._per_request = completions_per_prompt // copies
@@ -128,6 +131,9 @@ class AnswerReader:
         self._copies = copies
         self._count_tokens = count_tokens
         self._divides_logprobs = divides_logprobs
+        self._has_prompt_logprobs = has_prompt_logprobs
+        self._waiting: dict[int, list[RequestOutput]] = {}
+        """The outputs of each request before the first completion has begun."""
         self._choices: dict[int, _Choice] = {}
         self._newest: dict[int, RequestOutput] = {}
         """The newest output for each prompt, of the first of its copies."""
@@ -145,11 +151,17 @@ class AnswerReader:
         if isinstance(output, PromptProgress):
             index = prompt * self._per_prompt
             return [] if copy else [AnswerPart(index, [], [], prompt_progress=output)]
+        first = prompt * self._per_prompt + copy * self._per_request
+        if self._has_prompt_logprobs and first not in self._choices:
+            waiting = self._waiting.setdefault(position, [])
+            waiting.append(output)
+            if all(completion.index for completion in output.outputs):
+                return []
+            output = joined(self._waiting.pop(position))
         if prompt not in self.first_outputs or output.prompt_logprobs is not None:
             self.first_outputs[prompt] = output
         if copy == 0:
             self._newest[prompt] = output
-        first = prompt * self._per_prompt + copy * self._per_request
         parts = []
         for completion in output.outputs:
             index = first + completion.index

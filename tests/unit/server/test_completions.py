@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from asgi import call
 from fake_service_engine import FakeEngine, FakeServer
 
-from nbengine.outputs import PromptProgress
+from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.sampling_params import MAX_N
 
 PATH = "/v1/completions"
@@ -148,6 +150,31 @@ async def test_the_prompts_log_probabilities_come_with_its_echo() -> None:
     }
     assert answer["usage"]["completion_tokens"] == 0
     assert choice["finish_reason"] == "length"
+
+
+async def test_a_choice_that_begins_before_the_first_has_the_prompts_log_probabilities_too() -> None:
+    """The engine works them out for the first completion alone, and may begin another before it."""
+    fake = await server()
+    make = fake.engine._outputs
+
+    def one_by_one(*asked: Any) -> Iterator[RequestOutput]:
+        for output in make(*asked):
+            for completion in reversed(output.outputs):
+                prompt_logprobs = None if completion.index else output.prompt_logprobs
+                finished = output.finished and not completion.index
+                part = {"outputs": [completion], "prompt_logprobs": prompt_logprobs, "finished": finished}
+                yield msgspec.structs.replace(output, **part)
+
+    fake.engine._outputs = one_by_one  # type: ignore[method-assign]
+    reply = await call(
+        fake.app, PATH, {"prompt": ["ab", "c"], "echo": True, "logprobs": 1, "n": 2, "stream": True}
+    )
+    texts, tokens = [""] * 4, [""] * 4
+    for chunk in reply.events()[:-1]:
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        tokens[choice["index"]] += "".join(choice["logprobs"]["tokens"])
+    assert texts == tokens == ["abHello", "abHello", "cHello", "cHello"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
