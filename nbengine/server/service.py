@@ -287,12 +287,14 @@ class EngineService:
         params: SamplingParams,
         request_id: str,
         *,
+        copies: int = 1,
         priority: int = 0,
         data_parallel_rank: int | None = None,
         reports_prompts: bool = False,
     ) -> Outputs:
-        """Send several prompts, as soon as there are places for them, and return their outputs, each with its prompt's
-        index; with `reports_prompts` also how much of a prompt that takes several steps has been read.
+        """Send several prompts, each as `copies` requests, as soon as there are places for them, and return their
+        outputs, each with its request's index: the copies of a prompt follow each other. With `reports_prompts` they
+        say also how much of a prompt that takes several steps has been read.
 
         Closing the outputs aborts what has not ended. They raise what `AsyncLLM.generate` does.
 
@@ -301,23 +303,24 @@ class EngineService:
             NBEngineError: a prompt or a parameter is not possible.
         """
         self.check_ready()
-        outputs = Outputs(await self.limits.enter(len(prompts) * params.n))
+        outputs = Outputs(await self.limits.enter(len(prompts) * copies * params.n))
         try:
             # While it waited, the engine may have been put to sleep, or paused.
             engine = self.check_ready()
+            sent = [prompt for prompt in prompts for _ in range(copies)]
             await outputs.open(
                 [
                     engine.open_stream(
                         prompt,
                         params,
-                        request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                        request_id if len(sent) == 1 else f"{request_id}-{index}",
                         priority=priority,
                         data_parallel_rank=data_parallel_rank,
                         trace_headers=trace_headers.get(),
                         output_interval=self.settings.output_interval,
                         on_prompt_progress=partial(outputs.report, index) if reports_prompts else None,
                     )
-                    for index, prompt in enumerate(prompts)
+                    for index, prompt in enumerate(sent)
                 ]
             )
         except BaseException:

@@ -54,6 +54,8 @@ class ChatTurn:
             count_tokens=lambda text: len(
                 service.engine.input_processor.encoder.encode(text, add_special_tokens=False)
             ),
+            divides_logprobs=params.logprobs is not None,
+            has_prompt_logprobs=params.prompt_logprobs is not None,
         )
 
     @property
@@ -65,9 +67,10 @@ class ChatTurn:
         """Send the request and return its outputs, for `take`: several for each completion if the request is a stream,
         else one. Errors are those of `EngineService.send`."""
         return await self._service.send(
-            [self.prompt] * self._copies,
+            [self.prompt],
             self.params,
             self._request_id,
+            copies=self._copies,
             priority=self._request.priority or 0,
             data_parallel_rank=self._request.data_parallel_rank,
             reports_prompts=self._request.wants_progress,

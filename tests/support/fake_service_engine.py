@@ -97,6 +97,7 @@ class FakeEngine:
         self.name = "fake"
         self.pieces = list(pieces)
         self.finish_reason = finish_reason
+        self.stop_reason: int | str | None = None
         self.config: Any = SimpleNamespace(model=SimpleNamespace(model="fake-model"))
         self.connection: Any = SimpleNamespace(created=1_700_000_000.0)
         self.death: NBEngineError | None = None
@@ -201,6 +202,7 @@ class FakeEngine:
                     list(map(ord, piece)),
                     logprobs=self._logprobs(piece, params.logprobs),
                     finish_reason=self.finish_reason if is_last else None,
+                    stop_reason=self.stop_reason if is_last else None,
                 )
                 for index in range(params.n)
             ]

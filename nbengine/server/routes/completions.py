@@ -49,14 +49,19 @@ async def completions(request: Request) -> Response | EventStream:
     request_id = f"cmpl-{id_of(request)}"
     send_request = partial(
         service.send,
-        [prompt for prompt in prompts for _ in range(copies)],
+        prompts,
         params,
         request_id,
+        copies=copies,
         priority=asked.priority or 0,
         data_parallel_rank=asked.data_parallel_rank,
         reports_prompts=asked.wants_progress,
     )
-    reader = AnswerReader(completions_per_prompt=params.n * copies, copies=copies)
+    reader = AnswerReader(
+        completions_per_prompt=params.n * copies,
+        copies=copies,
+        has_prompt_logprobs=params.prompt_logprobs is not None,
+    )
     form = CompletionForm(
         request_id,
         now(),

@@ -26,6 +26,7 @@ from nbengine.server.translate.responses_request import (
     input_messages,
     wants_logprobs,
 )
+from nbengine.server.translate.segments import Logprobs
 from nbengine.server.turns import ChatTurn
 
 _decoder = BodyDecoder(ResponsesRequest, "/v1/responses")
@@ -68,10 +69,9 @@ class _Answer(TypedAnswer):
     def _answer(self) -> dict[str, Any]:
         return self._builder.response
 
-    def _logprobs(self, part: AnswerPart) -> list[dict[str, Any]]:
-        if self._top_logprobs is None or not part.logprobs:
-            return []
-        return chat_logprobs(part.logprobs, self._top_logprobs)
+    def _logprobs(self, part: AnswerPart) -> list[Logprobs]:
+        top = self._top_logprobs
+        return [] if top is None else [chat_logprobs(own, top) for own in part.content_logprobs or ()]
 
     def _keep(self) -> None:
         store, self._store = self._store, None

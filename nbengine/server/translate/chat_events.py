@@ -29,6 +29,7 @@ from nbengine.server.protocol.chat import (
     VoidCall,
 )
 from nbengine.server.translate.answers import AnswerPart
+from nbengine.server.translate.content_logprobs import Entry
 from nbengine.server.translate.logprobs import chat_logprobs
 from nbengine.server.translate.usage import Usage, prompt_progress
 
@@ -87,8 +88,8 @@ class ChatChunks:
         delta = delta_of(part.deltas, reasoning=self._form.reasoning)
         top = self._form.top_logprobs
         logprobs = None
-        if top is not None and part.logprobs:
-            logprobs = {"content": chat_logprobs(part.logprobs, top), "refusal": None}
+        if top is not None and (entries := _of_content(part)):
+            logprobs = {"content": chat_logprobs(entries, top), "refusal": None}
         if delta is not None or logprobs is not None or part.finish_reason or self._form.token_ids:
             chunks.append(self._chunk([self._choice(part, delta or Delta(), logprobs)], usage))
         return chunks
@@ -151,6 +152,10 @@ def delta_of(deltas: Iterable[AnswerDelta], *, reasoning: bool = True) -> Delta 
     )
 
 
+def _of_content(part: AnswerPart) -> list[Entry]:
+    return [entry for entries in part.content_logprobs or () for entry in entries]
+
+
 class _Message:
     """One completion as a whole."""
 
@@ -198,8 +203,8 @@ class ChatCompletion:
         message = self._messages.setdefault(part.index, _Message())
         for delta in part.deltas:
             message.add(delta)
-        if self._form.top_logprobs is not None and part.logprobs:
-            message.logprobs += chat_logprobs(part.logprobs, self._form.top_logprobs)
+        if self._form.top_logprobs is not None:
+            message.logprobs += chat_logprobs(_of_content(part), self._form.top_logprobs)
         message.token_ids += part.token_ids
         message.finish_reason = part.finish_reason or message.finish_reason
         message.stop_reason = part.stop_reason if part.stop_reason is not None else message.stop_reason

@@ -138,7 +138,7 @@ class Completion:
             return None
         body = self._body([choice])
         if self._form.usage_chunk:
-            body["usage"] = None if usage is None else usage.openai()
+            body["usage"] = None if usage is None else self._usage(usage)
         return body
 
     def end(self, usage: Usage) -> dict[str, Any] | None:
@@ -197,9 +197,9 @@ class Completion:
         choice["logprobs"] = logprobs
         reason = part.finish_reason
         choice["finish_reason"] = "length" if reason is not None and form.prompt_only else reason
-        choice["stop_reason"] = part.stop_reason
+        choice["stop_reason"] = None if form.prompt_only else part.stop_reason
         if form.token_ids:
-            choice["token_ids"] = part.token_ids
+            choice["token_ids"] = [] if form.prompt_only else part.token_ids
         if is_first and form.prompt_logprobs:
             choice["prompt_logprobs"] = part.prompt_logprobs
         return choice

@@ -60,8 +60,9 @@ class ResponseBuilder:
         self._emit_start()
         return self._taken()
 
-    def add(self, deltas: Iterable[AnswerDelta], logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
-        """Take in parts of the answer, and Chat Completions' entries about the tokens' log probabilities."""
+    def add(self, deltas: Iterable[AnswerDelta], logprobs: Sequence[Logprobs] = ()) -> bytes:
+        """Take in parts of the answer, and for each of them Chat Completions' entries about its tokens' log
+        probabilities, if they are wanted."""
         self._segmenter.feed(deltas, logprobs)
         return self._taken()
 

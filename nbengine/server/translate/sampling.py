@@ -10,6 +10,7 @@ import msgspec
 from nbengine.checks import require
 from nbengine.errors import InvalidArgumentError
 from nbengine.sampling_params import (
+    MAX_N,
     MAX_SEED,
     RequestOutputKind,
     SamplingParams,
@@ -62,6 +63,8 @@ def sampling_params(
     values: dict[str, Any] = {name: recommended[name] for name in _DEFAULTS if name in recommended}
     values |= {name: value for name in _SAME_NAMES if (value := getattr(fields, name)) is not None}
     if fields.n is not None:
+        # Completions without randomness are requests of their own, whose parameters do not say how many they are.
+        require("n", fields.n, fields.n <= MAX_N, f"at most {MAX_N}")
         values["n"] = fields.n
     if fields.seed is not None:
         # OpenAI's seeds may be negative.

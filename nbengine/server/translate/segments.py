@@ -64,27 +64,25 @@ class Segmenter:
     White space between segments is no segment: what a model writes between its reasoning and a call, say.
     """
 
-    __slots__ = ("_blank", "_listener", "_logprobs", "_open", "_opened", "unreadable")
+    __slots__ = ("_blank", "_blank_logprobs", "_listener", "_open", "_opened", "unreadable")
 
     def __init__(self, listener: SegmentListener) -> None:
         self._listener = listener
         self._open: Segment | None = None
         self._opened = 0
         self._blank = ""
-        self._logprobs: Logprobs = []
+        self._blank_logprobs: Logprobs = []
         self.unreadable: list[UnreadableCall] = []
         """The calls that turned out to be none, and why."""
 
-    def feed(self, deltas: Iterable[AnswerDelta], logprobs: Sequence[dict[str, Any]] = ()) -> None:
-        """Take in the next parts of the answer, and the log probabilities of the tokens that they came from.
-
-        A parser may hold text back, so that log probabilities wait for the text that comes next.
-        """
-        self._logprobs += logprobs
-        for delta in deltas:
+    def feed(self, deltas: Iterable[AnswerDelta], logprobs: Sequence[Logprobs] = ()) -> None:
+        """Take in the next parts of the answer, and for each of them the log probabilities of its tokens, if they
+        are wanted; only text has any."""
+        for place, delta in enumerate(deltas):
+            own = logprobs[place] if logprobs else []
             match delta:
                 case ContentDelta(text=text):
-                    self._add_text(text)
+                    self._add_text(text, own)
                 case ReasoningDelta(text=text):
                     self._grow(self._current("reasoning"), text)
                 case ToolCallStarted(id=call_id, name=name):
@@ -98,25 +96,27 @@ class Segmenter:
                     if index is not None:
                         self._void()
                     self.unreadable.append(UnreadableCall(text, reason))
-                    self._add_text(text)
+                    self._add_text(text, own)
 
     def finish(self) -> None:
         """Close what is open. An answer of nothing but white space is text."""
         blank = self._blank
         if blank and not self._opened:
-            self._grow(self._current("text"), blank)
+            logprobs = self._blank_logprobs
+            self._grow(self._current("text"), blank, logprobs)
         if self._open is not None and self._open.kind == "call":
             # A call that has an end has been closed: the arguments of this one need not be JSON.
             self._void()
         self._close()
 
-    def _add_text(self, text: str) -> None:
+    def _add_text(self, text: str, logprobs: Logprobs) -> None:
         if self._open is None or self._open.kind != "text":
             self._blank += text
+            self._blank_logprobs += logprobs
             if not text or text.isspace():
                 return
-            text = self._blank
-        self._grow(self._current("text"), text)
+            text, logprobs = self._blank, self._blank_logprobs
+        self._grow(self._current("text"), text, logprobs)
 
     def _current(self, kind: Kind) -> Segment:
         if self._open is not None and self._open.kind == kind:
@@ -125,20 +125,16 @@ class Segmenter:
         return self._begin(Segment(kind, self._opened))
 
     def _begin(self, segment: Segment) -> Segment:
-        self._blank = ""
+        self._blank, self._blank_logprobs = "", []
         self._opened += 1
         self._open = segment
         self._listener.opened(segment)
         return segment
 
-    def _grow(self, segment: Segment, text: str) -> None:
-        logprobs, self._logprobs = self._logprobs, []
-        if segment.kind != "text":
-            # Only the tokens of text have log probabilities in these APIs.
-            logprobs = []
+    def _grow(self, segment: Segment, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
         segment.parts.append(text)
         segment.logprobs += logprobs
-        self._listener.grown(segment, text, logprobs)
+        self._listener.grown(segment, text, list(logprobs))
 
     def _close(self) -> None:
         if self._open is not None:

@@ -12,7 +12,7 @@ from fake_service_engine import FakeEngine, FakeServer
 from nbengine.errors import EngineDeadError, RequestError
 from nbengine.frontend.parsing.deltas import ContentDelta, ReasoningDelta
 from nbengine.outputs import PromptProgress
-from nbengine.sampling_params import RequestOutputKind
+from nbengine.sampling_params import MAX_N, RequestOutputKind
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.chat_events import ChatChunks, ChatForm
 
@@ -232,6 +232,7 @@ async def test_messages_come_back_as_clients_got_them() -> None:
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"n": 0}, "n"),
+        ({"n": MAX_N + 1, "temperature": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
@@ -255,6 +256,8 @@ async def test_a_wrong_field_gets_openais_error_that_names_it(change: dict[str, 
     assert reply.error["type"] == "invalid_request_error"
     assert reply.error["param"] == param
     assert param.split(".")[-1] in reply.error["message"]
+    # One that asks for more completions than there are places has another code.
+    assert reply.error["code"] != "too_many_completions"
     assert not fake.engine.asked
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from asgi import call
 from fake_service_engine import FakeEngine, FakeServer
 
-from nbengine.outputs import PromptProgress
+from nbengine.outputs import PromptProgress, RequestOutput
+from nbengine.sampling_params import MAX_N
 
 PATH = "/v1/completions"
 
@@ -149,6 +152,51 @@ async def test_the_prompts_log_probabilities_come_with_its_echo() -> None:
     assert choice["finish_reason"] == "length"
 
 
+async def test_a_choice_that_begins_before_the_first_has_the_prompts_log_probabilities_too() -> None:
+    """The engine works them out for the first completion alone, and may begin another before it."""
+    fake = await server()
+    make = fake.engine._outputs
+
+    def one_by_one(*asked: Any) -> Iterator[RequestOutput]:
+        for output in make(*asked):
+            for completion in reversed(output.outputs):
+                prompt_logprobs = None if completion.index else output.prompt_logprobs
+                finished = output.finished and not completion.index
+                part = {"outputs": [completion], "prompt_logprobs": prompt_logprobs, "finished": finished}
+                yield msgspec.structs.replace(output, **part)
+
+    fake.engine._outputs = one_by_one  # type: ignore[method-assign]
+    reply = await call(
+        fake.app, PATH, {"prompt": ["ab", "c"], "echo": True, "logprobs": 1, "n": 2, "stream": True}
+    )
+    texts, tokens = [""] * 4, [""] * 4
+    for chunk in reply.events()[:-1]:
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        tokens[choice["index"]] += "".join(choice["logprobs"]["tokens"])
+    assert texts == tokens == ["abHello", "abHello", "cHello", "cHello"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_shows_the_token_behind_a_prompt_that_is_wanted_alone(stream: bool) -> None:
+    fake = await server(FakeEngine(["H"]))
+    fake.engine.stop_reason = ord("H")
+    body: dict[str, Any] = {"prompt": "ab", "echo": True, "max_tokens": 0, "return_token_ids": True}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    reply = await call(fake.app, PATH, body)
+    first, *others = reply.events()[:-1] if stream else [reply.json()]
+    [choice] = first["choices"]
+    assert (choice["text"], choice["token_ids"], choice["stop_reason"]) == ("ab", [], None)
+    assert choice["finish_reason"] == "length"
+    assert [part["usage"]["completion_tokens"] for part in (first, *others)] == [0] * (1 + stream)
+    kept = (
+        await call(fake.app, PATH, {**body, "max_tokens": 1, "stream": False, "stream_options": None})
+    ).json()
+    [choice] = kept["choices"]
+    assert (choice["text"], choice["token_ids"], choice["stop_reason"]) == ("abH", [ord("H")], ord("H"))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_places_in_the_text_go_on_from_chunk_to_chunk(stream: bool) -> None:
     fake = await server()
@@ -163,6 +211,7 @@ async def test_places_in_the_text_go_on_from_chunk_to_chunk(stream: bool) -> Non
     ("change", "param"),
     [
         ({"max_tokens": 0}, "max_tokens"),
+        ({"n": MAX_N + 1, "temperature": 0}, "n"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
@@ -174,6 +223,8 @@ async def test_a_wrong_field_is_named(change: dict[str, Any], param: str) -> Non
     fake = await server()
     reply = await call(fake.app, PATH, {"prompt": "a", **change})
     assert (reply.status, reply.error["param"]) == (400, param)
+    # One that asks for more completions than there are places has another code.
+    assert reply.error["code"] != "too_many_completions"
 
 
 async def test_an_error_of_one_prompt_ends_the_others() -> None:

@@ -232,12 +232,18 @@ def test_log_probabilities_go_with_the_text_that_they_belong_to() -> None:
         for token in "abc"
     ]
     made = builder(top_logprobs=1)
-    made.add([ReasoningDelta("r")], entries[:1])
-    # A parser holds text back: the entry waits for it.
-    made.add([], entries[1:2])
-    [*_, delta] = events_in(made.add([ContentDelta("bc")], entries[2:]))
-    EVENT.validate_python(delta)
-    assert [entry["token"] for entry in delta["logprobs"]] == ["b", "c"]
+    # White space waits for the text behind it, with its entry.
+    deltas = [ReasoningDelta("r"), ContentDelta("\n"), ContentDelta("bc"), *WHOLE[6:10], ContentDelta("a")]
+    a, b, c = entries
+    shares = [[], [a], [b, c], *[[]] * 4, [a]]
+    found = [event for event in events_in(made.add(deltas, shares)) if "logprobs" in event]
+    assert [[entry["token"] for entry in event["logprobs"]] for event in found if "delta" in event] == [
+        ["a", "b", "c"],
+        ["a"],
+    ]
+    for event in found:
+        EVENT.validate_python(event)
     made.finish("stop", USAGE)
-    [content] = Response.model_validate(made.response).output[-1].content  # type: ignore[union-attr]
-    assert [entry.token for entry in content.logprobs] == ["b", "c"]  # type: ignore[union-attr]
+    items = Response.model_validate(made.response).output
+    texts = [part.logprobs for item in items if item.type == "message" for part in item.content]  # type: ignore[union-attr]
+    assert [[entry.token for entry in own or ()] for own in texts] == [["a", "b", "c"], ["a"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,25 @@ async def test_closing_the_outputs_aborts_all_requests_and_gives_their_places_ba
     outputs.close()
     assert sorted(engine.aborted) == ["r-0", "r-1", "r-2"]
     assert fake.service.limits.num_running == 0
+
+
+async def test_prompts_are_repeated_only_where_there_are_places_for_the_copies() -> None:
+    reads: list[int] = []
+
+    class Prompts(list[dict[str, str]]):
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            reads.append(len(self))
+            return super().__iter__()
+
+    engine = FakeEngine()
+    fake = await FakeServer(engine, max_concurrent_requests=4).start()
+    prompts = Prompts([{"prompt": "a"}, {"prompt": "b"}])
+    with pytest.raises(ApiError, match="at most 4 completions"):
+        await fake.service.send(prompts, DELTAS, "r", copies=3)
+    assert not reads
+    outputs = await fake.service.send(prompts, DELTAS, "r", copies=2)
+    assert [prompt["prompt"] for prompt, *_ in engine.asked] == ["a", "a", "b", "b"]
+    outputs.close()
 
 
 async def test_a_prompt_that_is_refused_aborts_those_that_were_sent() -> None:

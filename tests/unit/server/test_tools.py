@@ -51,6 +51,26 @@ async def test_reasoning_content_and_calls_are_apart() -> None:
     assert reply.json()["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("Where?")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_are_those_of_the_content(stream: bool) -> None:
+    """OpenAI's objects have no place for the tokens of reasoning, markers and calls."""
+    fake = await server(engine_of(ANSWER))
+    body = {"messages": HELLO, "tools": [WEATHER], "logprobs": True, "stream": stream}
+    for change in ({}, {"include_reasoning": False}):
+        reply = await call(fake.app, PATH, {**body, **change})
+        choices = [part["choices"][0] for part in (reply.events()[:-1] if stream else [reply.json()])]
+        entries = [
+            entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]
+        ]
+        assert "".join(entry["token"] for entry in entries) == "I look."
+    asked = {"input": "hi", "tools": [{"type": "function", **WEATHER["function"]}], "top_logprobs": 1}
+    reply = await call(fake.app, "/v1/responses", {**asked, "stream": stream})
+    response = reply.events()[-1]["response"] if stream else reply.json()
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call"]
+    [part] = response["output"][1]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "I look."
+
+
 async def test_the_tokens_of_streamed_reasoning_are_counted_as_they_come() -> None:
     engine = engine_of("")
     engine.pieces = ["<think>", "ab", "c\n", "de", "fg", "</think>", "\n\n", "I look."]
