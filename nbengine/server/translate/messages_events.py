@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nbengine.frontend.parsing.deltas import AnswerDelta
+from nbengine.frontend.parsing.json_text import ObjectPrefix
 from nbengine.server.events import HOLE, Frame, event
 from nbengine.server.protocol.messages import MessagesRequest
 from nbengine.server.translate.segments import Logprobs, Segment, Segmenter
@@ -30,6 +31,8 @@ class MessageBuilder:
         self._events: list[bytes] = []
         self._frame: Frame | None = None
         """The events of more of the block that is open; None: it has none."""
+        self._arguments = ObjectPrefix()
+        """The check of the call that is open."""
         self._segmenter = Segmenter(self)
         self._stop_sequences = request.stop_sequences or []
         self._max_tokens = request.max_tokens
@@ -82,14 +85,21 @@ class MessageBuilder:
         elif segment.kind == "call":
             block = {"type": "tool_use", "id": segment.call_id, "name": segment.name, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": HOLE}
+            self._arguments = ObjectPrefix()
         self._emit("content_block_start", index=segment.index, content_block=block)
         hidden = segment.kind == "reasoning" and self._hides_thinking
         kind = "content_block_delta"
         more = {"type": kind, "index": segment.index, "delta": delta}
         self._frame = None if hidden else Frame(more, kind)
 
-    def grown(self, _segment: Segment, text: str, _logprobs: Logprobs, /) -> None:
-        """Emit more of a block; this API has no log probabilities."""
+    def grown(self, segment: Segment, text: str, _logprobs: Logprobs, /) -> None:
+        """Emit more of a block; this API has no log probabilities.
+
+        Anthropic's client reads arguments as they come, and ends the stream with an error where they are no JSON.
+        A call in which that happens is voided in the end.
+        """
+        if segment.kind == "call" and self._frame is not None and not self._arguments.take(text):
+            self._frame = None
         if self._frame is not None:
             self._events.append(self._frame.event(text))
 
