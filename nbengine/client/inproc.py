@@ -20,6 +20,7 @@ from nbengine.errors import (
     EngineEndError,
     NBEngineError,
     NotSupportedError,
+    RefusedArgumentError,
     RequestError,
     UtilityError,
 )
@@ -114,7 +115,11 @@ class InprocClient:
             self.engine_core.add_request(prepared, wave)
         except RequestError as error:
             refusal = EngineCoreOutput(
-                request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error)
+                request.request_id,
+                [],
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+                argument=error.argument if isinstance(error, RefusedArgumentError) else None,
             )
             self._refused.append(refusal)
 

@@ -159,6 +159,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     lost_rank: int | None = None
     """The rank of the engine core that had the request and has ended,
     in an error that the client made itself."""
+    argument: str | None = None
+    """The argument for which the request was refused; None: it is not known, or not one alone."""
 
     @property
     def finished(self) -> bool:

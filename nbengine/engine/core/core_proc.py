@@ -306,7 +306,7 @@ class EngineCoreProc(EngineCore):
                 raise RequestError("the engine is shutting down")
             self.add_request(request, item.wave)
         except RequestError as error:
-            self.output_queue.put(refusal(request.client_index, request.request_id, str(error)))
+            self.output_queue.put(refusal(request.client_index, request.request_id, error))
 
     def _call(self, call: UtilityRequest) -> None:
         self._activity.begin("call", call.method)

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-from nbengine.errors import EngineDeadError
+from nbengine.errors import EngineDeadError, RefusedArgumentError
 from nbengine.ipc.control_messages import (
     AttachClient,
     ChangeGroup,
@@ -18,6 +18,7 @@ from nbengine.ipc.control_messages import (
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityRequest
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch
 from nbengine.metrics.trace import TraceBatch, TraceSnapshot
+from nbengine.runtime.logs import describe_exception
 from nbengine.scheduler.request import Request
 
 COORDINATOR_INDEX = -1
@@ -102,11 +103,13 @@ AbortsQueue = SimpleQueue[tuple[int, list[str] | None, Collection[str]]]
 """Aborts like `AbortRequests`, which the busy loop sees in the middle of a step."""
 
 
-def failure(request_id: str, reason: str) -> EngineCoreOutput:
+def failure(request_id: str, reason: str, argument: str | None = None) -> EngineCoreOutput:
     """Return the output that ends a request with an error."""
-    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=reason)
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=reason, argument=argument)
 
 
-def refusal(client_index: int, request_id: str, reason: str) -> tuple[int, EngineCoreOutputs]:
+def refusal(client_index: int, request_id: str, error: BaseException) -> tuple[int, EngineCoreOutputs]:
     """Return the output that ends one request with an error, for its client alone."""
-    return client_index, EngineCoreOutputs(outputs=[failure(request_id, reason)])
+    argument = error.argument if isinstance(error, RefusedArgumentError) else None
+    ended = failure(request_id, describe_exception(error), argument)
+    return client_index, EngineCoreOutputs(outputs=[ended])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbengine.errors import RequestError, RequestLostError
+from nbengine.errors import RefusedArgumentError, RequestError, RequestLostError
 from nbengine.ipc.messages import EngineCoreOutput, FinishReason
 
 
@@ -13,4 +13,8 @@ def error_of(output: EngineCoreOutput, external_req_id: str) -> RequestError:
     if output.finish_reason is FinishReason.ABORT:
         reason = f"it was aborted: {reason}"
     message = f"request {external_req_id}: {reason}"
-    return RequestError(message) if output.lost_rank is None else RequestLostError(output.lost_rank, message)
+    if output.lost_rank is not None:
+        return RequestLostError(output.lost_rank, message)
+    return (
+        RequestError(message) if output.argument is None else RefusedArgumentError(output.argument, message)
+    )

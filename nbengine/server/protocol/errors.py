@@ -11,6 +11,7 @@ from nbengine.errors import (
     LeaseExpiredError,
     NBEngineError,
     NotSupportedError,
+    RefusedArgumentError,
     RequestError,
     RequestLostError,
 )
@@ -96,6 +97,8 @@ def api_error_of(error: BaseException) -> ApiError:
             return bad_request(str(error), None, "unsupported_value")
         case RequestLostError():
             return ApiError(500, SERVER_ERROR, "request_lost", None, str(error))
+        case RefusedArgumentError():
+            return bad_request(str(error), _param_of(error.argument), "invalid_value")
         case RequestError():
             return bad_request(str(error), None, "invalid_value")
         case EngineEndError():

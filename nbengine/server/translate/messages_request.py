@@ -29,7 +29,6 @@ from nbengine.server.protocol.messages import (
 from nbengine.server.translate.conversation import ChatMessage, not_offered, with_one_beginning
 
 CHAT_NAMES = {
-    "prompt": "messages",
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "response_format": "output_config.format",

@@ -35,7 +35,6 @@ T = TypeVar("T")
 
 CHAT_NAMES = {
     "messages": "input",
-    "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",

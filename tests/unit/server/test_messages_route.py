@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from anthropic.types import MessageParam
 from scripted_engine import MAX_MODEL_LEN, ScriptedEngine, http_to, thinking_engine
 
-from nbengine.errors import EngineDeadError
+from nbengine.errors import EngineDeadError, RefusedArgumentError
 
 HI: list[MessageParam] = [{"role": "user", "content": "Hi"}]
 KEY = "a-long-key"
@@ -100,6 +100,18 @@ async def test_a_wrong_field_is_refused_under_the_name_that_the_caller_gave(
         with pytest.raises(anthropic.BadRequestError, match=word) as caught:
             await client.messages.create(**{"model": "tiny", "max_tokens": 9, "messages": HI, **fields})
     assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_form_that_the_engine_refuses_is_named_as_the_caller_gave_it(stream: bool) -> None:
+    engine = ScriptedEngine()
+    name = "structured_outputs.json"
+    engine.error = RefusedArgumentError(name, f"{name} cannot be used: it is contradictory")
+    form: Any = {"format": {"type": "json_schema", "schema": {}}}
+    fields: Any = {"max_tokens": 9, "messages": HI, "output_config": form, "stream": stream}
+    async with client_of(engine) as client:
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format cannot be used"):
+            await client.messages.create(model="tiny", **fields)
 
 
 async def test_a_wrong_key_is_refused_in_anthropics_words() -> None:

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 from scripted_engine import MAX_MODEL_LEN, ScriptedEngine, http_to, thinking_engine
 
-from nbengine.errors import EngineDeadError
+from nbengine.errors import EngineDeadError, RefusedArgumentError
 
 
 @asynccontextmanager
@@ -120,6 +120,18 @@ async def test_a_wrong_field_is_refused_under_the_name_that_the_caller_gave(
             await client.responses.create(**{"model": "tiny", "input": "Hi", **fields})
     assert caught.value.param == param
     assert param.split(".")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_form_that_the_engine_refuses_is_named_as_the_caller_gave_it(stream: bool) -> None:
+    engine = ScriptedEngine()
+    name = "structured_outputs.json"
+    engine.error = RefusedArgumentError(name, f"{name} cannot be used: it is contradictory")
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+    async with client_of(engine) as client:
+        with pytest.raises(openai.BadRequestError, match=r"text\.format cannot be used") as caught:
+            await client.responses.create(model="tiny", input="Hi", text=form, stream=stream)
+    assert caught.value.param == "text.format"
 
 
 async def test_an_unknown_model_is_not_found() -> None:
