@@ -94,6 +94,14 @@ class RefusedArgumentError(RequestError):
         return self.message
 
 
+class RequestAbortedError(RequestError):
+    """A request was ended before its result, by somebody else or by the engine."""
+
+
+class EngineUnavailableError(RequestError):
+    """The engine takes no requests at present: it is kept asleep, or shuts down. This request may be sent again."""
+
+
 class RequestLostError(RequestError):
     """The engine core that had a request has ended, and the request cannot go on elsewhere; other requests
     do.

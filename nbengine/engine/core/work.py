@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-from nbengine.errors import EngineDeadError, RefusedArgumentError
+from nbengine.errors import EngineDeadError
 from nbengine.ipc.control_messages import (
     AttachClient,
     ChangeGroup,
@@ -16,6 +16,7 @@ from nbengine.ipc.control_messages import (
     WantEvents,
 )
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityRequest
+from nbengine.ipc.refusals import refused
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch
 from nbengine.metrics.trace import TraceBatch, TraceSnapshot
 from nbengine.runtime.logs import describe_exception
@@ -103,13 +104,11 @@ AbortsQueue = SimpleQueue[tuple[int, list[str] | None, Collection[str]]]
 """Aborts like `AbortRequests`, which the busy loop sees in the middle of a step."""
 
 
-def failure(request_id: str, reason: str, argument: str | None = None) -> EngineCoreOutput:
+def failure(request_id: str, reason: str) -> EngineCoreOutput:
     """Return the output that ends a request with an error."""
-    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=reason, argument=argument)
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=reason)
 
 
 def refusal(client_index: int, request_id: str, error: BaseException) -> tuple[int, EngineCoreOutputs]:
     """Return the output that ends one request with an error, for its client alone."""
-    argument = error.argument if isinstance(error, RefusedArgumentError) else None
-    ended = failure(request_id, describe_exception(error), argument)
-    return client_index, EngineCoreOutputs(outputs=[ended])
+    return client_index, EngineCoreOutputs(outputs=[refused(request_id, error, describe_exception(error))])

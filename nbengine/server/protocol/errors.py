@@ -7,11 +7,13 @@ from typing import Any
 from nbengine.errors import (
     EngineEndError,
     EngineStalledError,
+    EngineUnavailableError,
     InvalidArgumentError,
     LeaseExpiredError,
     NBEngineError,
     NotSupportedError,
     RefusedArgumentError,
+    RequestAbortedError,
     RequestError,
     RequestLostError,
 )
@@ -99,6 +101,10 @@ def api_error_of(error: BaseException) -> ApiError:
             return ApiError(500, SERVER_ERROR, "request_lost", None, str(error))
         case RefusedArgumentError():
             return bad_request(str(error), _param_of(error.argument), "invalid_value")
+        case RequestAbortedError():
+            return unavailable(str(error), "request_aborted")
+        case EngineUnavailableError():
+            return unavailable(str(error), "engine_unavailable")
         case RequestError():
             return bad_request(str(error), None, "invalid_value")
         case EngineEndError():
