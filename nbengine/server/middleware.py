@@ -111,10 +111,10 @@ class Gate:
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        digest = hashlib.sha256(given).digest()
-        # All keys are compared, so that the time tells nothing.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""
+        digests = [hashlib.sha256(given).digest() for given in (bearer, headers.get(b"x-api-key", b""))]
+        # Both are compared with all keys, so that the time tells nothing.
+        matches = [hmac.compare_digest(digest, known) for digest in digests for known in self._digests]
         return any(matches)
 
     def _is_known_host(self, value: str) -> bool:

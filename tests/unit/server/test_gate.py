@@ -21,7 +21,15 @@ async def server(**settings: Any) -> FakeServer:
     return await FakeServer(**settings).start()
 
 
-@pytest.mark.parametrize("headers", [{"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": f"Bearer {KEY}"},
+        {"x-api-key": KEY},
+        {"authorization": "Bearer wrong", "x-api-key": KEY},
+        {"authorization": f"Bearer {KEY}", "x-api-key": "wrong"},
+    ],
+)
 async def test_a_caller_with_the_key_is_answered(headers: dict[str, str]) -> None:
     fake = await server(api_keys=("another-key", KEY))
     assert (await call(fake.app, PATH, CHAT, headers=headers)).status == 200
