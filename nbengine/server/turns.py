@@ -67,6 +67,16 @@ class ChatTurn:
         """Return the number of tokens of the rendered conversation."""
         return len(self.prompt["prompt_token_ids"])
 
+    def leave_room(self, most: int | None) -> None:
+        """Have the beginning of a prompt cut off that leaves no room for an answer of `most` tokens, None: for any.
+
+        The answer then has that room, but at most half of the model's context; without `most` it has a quarter.
+        """
+        context = self._service.max_model_len
+        if self.num_prompt_tokens + (1 if most is None else most) > context:
+            room = min(context // 4 if most is None else most, context // 2)
+            self.params.truncate_prompt_tokens = context - max(1, room)
+
     async def send(self) -> Outputs:
         """Send the request and return its outputs, for `take`: several for each completion if the request is a stream,
         else one. Errors are those of `EngineService.send`."""

@@ -134,6 +134,21 @@ async def test_a_form_that_the_engine_refuses_is_named_as_the_caller_gave_it(str
     assert caught.value.param == "text.format"
 
 
+@pytest.mark.parametrize(
+    ("length", "most", "kept"),
+    [(100, None, -1), (100, 156, -1), (101, 156, 128), (200, 57, 199), (255, None, -1), (256, None, 192)],
+)
+async def test_a_conversation_that_is_cut_leaves_room_for_the_answer(
+    length: int, most: int | None, kept: int
+) -> None:
+    engine = ScriptedEngine()
+    fields: Any = {} if most is None else {"max_output_tokens": most}
+    text = "x" * (length - len("user: \n"))
+    async with client_of(engine) as client:
+        await client.responses.create(model="tiny", input=text, truncation="auto", **fields)
+    assert [params.truncate_prompt_tokens for params in engine.params] == [kept]
+
+
 async def test_an_unknown_model_is_not_found() -> None:
     async with client_of(ScriptedEngine()) as client:
         with pytest.raises(openai.NotFoundError, match="tiny"):
