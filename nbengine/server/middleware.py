@@ -8,6 +8,8 @@ import hmac
 import logging
 import re
 import uuid
+from collections.abc import Callable
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,7 +53,7 @@ class Gate:
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
-        outgoing = _Outgoing(send, request_id, self._load(headers))
+        outgoing = _Outgoing(send, request_id, partial(self._load, headers))
         service = self._service
         service.begin()
         room = _BodyRoom(service, self._settings.max_total_body_bytes)
@@ -189,19 +191,20 @@ class _BodyRoom:
 
 
 class _Outgoing:
-    """The sending side of a request; it adds headers, and remembers the status."""
+    """The sending side of a request; it adds headers, that of the load as it is then, and remembers the status."""
 
-    def __init__(self, send: Send, request_id: str, load: bytes | None) -> None:
+    def __init__(self, send: Send, request_id: str, load: Callable[[], bytes | None]) -> None:
         self._send = send
-        self._headers = [(b"x-request-id", request_id.encode())]
-        if load is not None:
-            self._headers.append((b"endpoint-load-metrics", load))
+        self._request_id = request_id.encode()
+        self._load = load
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = list(self._headers)
+            own = [(b"x-request-id", self._request_id)]
+            if (load := self._load()) is not None:
+                own.append((b"endpoint-load-metrics", load))
             if self.status in (408, 413):
                 # Part of the body may still be under way.
                 own.append((b"connection", b"close"))
