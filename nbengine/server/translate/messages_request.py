@@ -52,7 +52,8 @@ def chat_body(request: MessagesRequest) -> dict[str, Any]:
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
             raise not_offered(name, f"{name} is not available: this server has no tools of its own")
-    body = prompt_body(request) | {"max_completion_tokens": request.max_tokens}
+    # With 0 the prompt alone is to be read; the one token that the engine makes is dropped.
+    body = prompt_body(request) | {"max_completion_tokens": request.max_tokens or 1}
     for name in _SAME_NAMES:
         if getattr(request, name) is not None:
             body[name] = getattr(request, name)
