@@ -82,6 +82,26 @@ class RequestError(NBEngineError, ValueError):
     """The engine refused one request; every other request goes on."""
 
 
+class RefusedArgumentError(RequestError):
+    """The engine refused a request for one of its arguments, which `argument` names."""
+
+    def __init__(self, argument: str, message: str) -> None:
+        super().__init__(argument, message)
+        self.argument = argument
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RequestAbortedError(RequestError):
+    """A request was ended before its result, by somebody else or by the engine."""
+
+
+class EngineUnavailableError(RequestError):
+    """The engine takes no requests at present: it is kept asleep, or shuts down. This request may be sent again."""
+
+
 class RequestLostError(RequestError):
     """The engine core that had a request has ended, and the request cannot go on elsewhere; other requests
     do.

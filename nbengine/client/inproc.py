@@ -24,7 +24,8 @@ from nbengine.errors import (
     UtilityError,
 )
 from nbengine.ipc.control_messages import EngineReady, HistoryPage, ReadHistory
-from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from nbengine.ipc.refusals import refused
 from nbengine.runtime.logs import describe_exception
 from nbengine.runtime.progress import ProgressCallback
 
@@ -113,10 +114,7 @@ class InprocClient:
             prepared, wave = self.engine_core.preprocess_add_request(request)
             self.engine_core.add_request(prepared, wave)
         except RequestError as error:
-            refusal = EngineCoreOutput(
-                request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error)
-            )
-            self._refused.append(refusal)
+            self._refused.append(refused(request.request_id, error, str(error)))
 
     def abort_requests(self, request_ids: Iterable[str], *, stopped: Collection[str] = ()) -> None:
         """Drop requests; unknown ids are ignored."""

@@ -159,6 +159,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     lost_rank: int | None = None
     """The rank of the engine core that had the request and has ended,
     in an error that the client made itself."""
+    argument: str | None = None
+    """The argument for which the request was refused; None: it is not known, or not one alone."""
+    is_unavailable: bool = False
+    """True if the request was refused because the engine takes none at present."""
 
     @property
     def finished(self) -> bool:

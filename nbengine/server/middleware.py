@@ -8,6 +8,8 @@ import hmac
 import logging
 import re
 import uuid
+from collections.abc import Callable
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,7 +53,7 @@ class Gate:
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
-        outgoing = _Outgoing(send, request_id, self._load(headers))
+        outgoing = _Outgoing(send, request_id, partial(self._load, headers))
         service = self._service
         service.begin()
         room = _BodyRoom(service, self._settings.max_total_body_bytes)
@@ -111,10 +113,10 @@ class Gate:
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        digest = hashlib.sha256(given).digest()
-        # All keys are compared, so that the time tells nothing.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""
+        digests = [hashlib.sha256(given).digest() for given in (bearer, headers.get(b"x-api-key", b""))]
+        # Both are compared with all keys, so that the time tells nothing.
+        matches = [hmac.compare_digest(digest, known) for digest in digests for known in self._digests]
         return any(matches)
 
     def _is_known_host(self, value: str) -> bool:
@@ -189,19 +191,20 @@ class _BodyRoom:
 
 
 class _Outgoing:
-    """The sending side of a request; it adds headers, and remembers the status."""
+    """The sending side of a request; it adds headers, that of the load as it is then, and remembers the status."""
 
-    def __init__(self, send: Send, request_id: str, load: bytes | None) -> None:
+    def __init__(self, send: Send, request_id: str, load: Callable[[], bytes | None]) -> None:
         self._send = send
-        self._headers = [(b"x-request-id", request_id.encode())]
-        if load is not None:
-            self._headers.append((b"endpoint-load-metrics", load))
+        self._request_id = request_id.encode()
+        self._load = load
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = list(self._headers)
+            own = [(b"x-request-id", self._request_id)]
+            if (load := self._load()) is not None:
+                own.append((b"endpoint-load-metrics", load))
             if self.status in (408, 413):
                 # Part of the body may still be under way.
                 own.append((b"connection", b"close"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from nbengine.server.translate.chat_request import (
     render_options,
     template_messages,
 )
+from nbengine.server.translate.conversation import own_names
+from nbengine.server.translate.names import constraint_names, field_names
 from nbengine.server.translate.sampling import copies_of
 from nbengine.server.translate.tool_choice import ToolUse, constrained, tool_use
 from nbengine.server.translate.usage import Usage
@@ -38,8 +41,11 @@ class ChatTurn:
         model: str,
         prompt: dict[str, Any],
         params: SamplingParams,
+        names: Mapping[str, str],
     ) -> None:
         self.model = model
+        self.names = names
+        """The fields that an error about the request is to name."""
         self.prompt = prompt
         self.params = params
         self._service = service
@@ -62,6 +68,16 @@ class ChatTurn:
     def num_prompt_tokens(self) -> int:
         """Return the number of tokens of the rendered conversation."""
         return len(self.prompt["prompt_token_ids"])
+
+    def leave_room(self, most: int | None) -> None:
+        """Have the beginning of a prompt cut off that leaves no room for an answer of `most` tokens, None: for any.
+
+        The answer then has that room, but at most half of the model's context; without `most` it has a quarter.
+        """
+        context = self._service.max_model_len
+        if self.num_prompt_tokens + (1 if most is None else most) > context:
+            room = min(context // 4 if most is None else most, context // 2)
+            self.params.truncate_prompt_tokens = context - max(1, room)
 
     async def send(self) -> Outputs:
         """Send the request and return its outputs, for `take`: several for each completion if the request is a stream,
@@ -89,8 +105,16 @@ async def open_turn(service: EngineService, request: ChatCompletionRequest, requ
     """Check and render a request.
 
     Raises:
-        ApiError, NBEngineError: it cannot be answered; the error names the field.
+        ApiError: it cannot be answered; the error names the field.
     """
+    names = field_names(request, "messages")
+    with own_names(names):
+        return await _opened(service, request, request_id, names)
+
+
+async def _opened(
+    service: EngineService, request: ChatCompletionRequest, request_id: str, names: Mapping[str, str]
+) -> ChatTurn:
     model = service.check_model(request.model)
     check_available(request)
     if request.chat_template is not None and not service.settings.trust_request_templates:
@@ -108,12 +132,14 @@ async def open_turn(service: EngineService, request: ChatCompletionRequest, requ
         reading = prompt[ANSWER_KEY] = replace(reading, special_tokens=frozenset())
     free = params.structured_outputs
     params = constrained(params, reading, tools, added_token_ids_of(service.tokenizer))
+    if params.structured_outputs is not free:
+        names = {**names, **constraint_names("tools")}
     if params.structured_outputs is not free and reading is not None and reading.format.tools == HARMONY:
         # The grammar of these calls contains the reasoning, and begins with the answer.
         prompt["reasoning"] = None
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
-    return ChatTurn(service, request, request_id, model, prompt, params)
+    return ChatTurn(service, request, request_id, model, prompt, params, names)
 
 
 def _rendered(service: EngineService, request: ChatCompletionRequest, tools: ToolUse) -> dict[str, Any]:

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from nbengine import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
+from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nbengine.config import ModelConfig
+from nbengine.errors import RefusedArgumentError
 from nbengine.models.checkpoints.files import resolve_model
 from tests.support.thorough import amount
 
@@ -274,8 +275,9 @@ def test_a_bad_constraint_fails_alone_beside_a_running_stream(no_leftovers: None
         for constraint in cases:
             (kind,) = constraint
             refused = client.submit("x", structured(**constraint))
-            with pytest.raises(RequestError, match=f"structured_outputs.{kind} cannot be used"):
+            with pytest.raises(RefusedArgumentError, match="cannot be used") as caught:
                 refused.get_blocking(timeout=60)
+            assert caught.value.argument == f"structured_outputs.{kind}"
         fine = client.submit("x", structured(3, json=SCHEMAS["flat"]["schema"]))
         output = fine.get_blocking(timeout=60)
         while not output.finished:

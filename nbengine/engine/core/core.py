@@ -20,7 +20,7 @@ from nbengine.engine.core.step_in_flight import StepInFlight, describe_step
 from nbengine.engine.core.step_pace import StepPace
 from nbengine.engine.core.structured import StructuredOutputManager
 from nbengine.engine.core.transcripts import ALL_ABORTED, CLIENT_LEFT, TranscriptKeeper
-from nbengine.errors import RequestError, UtilityError
+from nbengine.errors import EngineUnavailableError, RequestError, UtilityError
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.ipc.liveness import machine_id, this_process
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -221,10 +221,11 @@ class EngineCore:
         """Queue a preprocessed request; `request_wave` matters to data-parallel engines only.
 
         Raises:
-            RequestError: there is an unfinished request of this id, or the engine is kept asleep.
+            RequestError: there is an unfinished request of this id, or (`EngineUnavailableError`) the engine is
+                kept asleep.
         """
         if self.control.refuses_requests:
-            raise RequestError(
+            raise EngineUnavailableError(
                 f"request {request.request_id}: the engine is kept asleep, and takes no requests "
                 "until it is woken up"
             )

@@ -36,7 +36,7 @@ from nbengine.engine.core.work import (
     refusal,
 )
 from nbengine.engine.start_log import StartLog
-from nbengine.errors import NBEngineError, RequestError
+from nbengine.errors import EngineUnavailableError, NBEngineError, RequestError
 from nbengine.executor.base import Executor
 from nbengine.ipc.control_messages import (
     DetachClient,
@@ -303,10 +303,10 @@ class EngineCoreProc(EngineCore):
             return
         try:
             if self.shutdown_state is not EngineShutdownState.RUNNING:
-                raise RequestError("the engine is shutting down")
+                raise EngineUnavailableError("the engine is shutting down")
             self.add_request(request, item.wave)
         except RequestError as error:
-            self.output_queue.put(refusal(request.client_index, request.request_id, str(error)))
+            self.output_queue.put(refusal(request.client_index, request.request_id, error))
 
     def _call(self, call: UtilityRequest) -> None:
         self._activity.begin("call", call.method)

@@ -51,7 +51,6 @@ from nbengine.ipc.serial import MsgpackDecoder
 from nbengine.ipc.shm_tensors import ShmTensorReceiver
 from nbengine.ipc.shortage import Setbacks, is_shortage
 from nbengine.ipc.sockets import make_socket
-from nbengine.runtime.logs import describe_exception
 from nbengine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -302,7 +301,7 @@ class InputThread(threading.Thread):
             if not isinstance(error, NBEngineError):
                 message = "request %s cannot be preprocessed"
                 self._peer_log.warn_of(client_index, message, request.request_id, exc_info=error)
-            self._output_queue.put(refusal(client_index, request.request_id, describe_exception(error)))
+            self._output_queue.put(refusal(client_index, request.request_id, error))
             return
         self._input_queue.put(AddRequest(prepared, wave))
 
@@ -322,7 +321,7 @@ class InputThread(threading.Thread):
         if not isinstance(fields, list):
             return
         if request_type is EngineCoreRequestType.ADD and fields and isinstance(fields[0], str):
-            self._output_queue.put(refusal(client_index, fields[0], reason))
+            self._output_queue.put(refusal(client_index, fields[0], WireError(reason)))
         elif request_type is EngineCoreRequestType.UTILITY and len(fields) > 1 and type(fields[1]) is int:
             answer = UtilityOutput(fields[1], failure_message=reason)
             self._output_queue.put((client_index, EngineCoreOutputs(utility_output=answer)))

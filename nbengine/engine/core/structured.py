@@ -20,7 +20,7 @@ from nbengine.config import ModelConfig
 from nbengine.engine.core.grammar_check import WHITESPACE, GrammarChecker, GrammarSource, parser_limits
 from nbengine.engine.core.literal_tokens import with_hidden_special_tokens
 from nbengine.engine.core.thinking import ThinkingGrammar, thinking_grammar
-from nbengine.errors import ModelLoadError, NBEngineError, RequestError
+from nbengine.errors import ModelLoadError, NBEngineError, RefusedArgumentError, RequestError
 from nbengine.ipc.reasoning import ReasoningTokens
 from nbengine.models.configs.hf_config import eos_token_ids, load_hf_config
 from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -146,7 +146,9 @@ class StructuredOutputManager:
         """
         constraint, budget = params.structured_outputs, params.thinking_budget
         if marks is None and budget is not None:
-            raise RequestError("thinking_budget needs to know the tokens that end reasoning")
+            raise RefusedArgumentError(
+                "thinking_budget", "thinking_budget needs to know the tokens that end reasoning"
+            )
         answer = None if constraint is None else self._compiled_answer(constraint, params)
         if marks is None or (answer is None and budget is None):
             return answer
@@ -168,7 +170,8 @@ class StructuredOutputManager:
             except NBEngineError as error:
                 found = str(error)
             if isinstance(found, str):
-                raise RequestError(f"structured_outputs.{source.kind} cannot be used: {found}")
+                name = f"structured_outputs.{source.kind}"
+                raise RefusedArgumentError(name, f"{name} cannot be used: {found}")
             matcher = found.deep_copy()
         return GuidanceGrammar(matcher, tokenizer.eos_token, params)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from nbengine.errors import RequestError
+from nbengine.errors import RefusedArgumentError, RequestError
 from nbengine.ipc.reasoning import ReasoningTokens
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.grammar import Grammar
@@ -161,7 +161,7 @@ def thinking_grammar(
     if not (marks.endings or marks.ending_texts):
         raise RequestError("reasoning: nothing ends it")
     if params.thinking_budget is not None and not marks.closing:
-        raise RequestError("thinking_budget: no tokens close the reasoning")
+        raise RefusedArgumentError("thinking_budget", "thinking_budget: no tokens close the reasoning")
     banned = set(params.stop_token_ids)
     if params.eos_token_id is not None:
         banned.add(params.eos_token_id)

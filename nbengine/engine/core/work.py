@@ -16,8 +16,10 @@ from nbengine.ipc.control_messages import (
     WantEvents,
 )
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityRequest
+from nbengine.ipc.refusals import refused
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch
 from nbengine.metrics.trace import TraceBatch, TraceSnapshot
+from nbengine.runtime.logs import describe_exception
 from nbengine.scheduler.request import Request
 
 COORDINATOR_INDEX = -1
@@ -107,6 +109,6 @@ def failure(request_id: str, reason: str) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=reason)
 
 
-def refusal(client_index: int, request_id: str, reason: str) -> tuple[int, EngineCoreOutputs]:
+def refusal(client_index: int, request_id: str, error: BaseException) -> tuple[int, EngineCoreOutputs]:
     """Return the output that ends one request with an error, for its client alone."""
-    return client_index, EngineCoreOutputs(outputs=[failure(request_id, reason)])
+    return client_index, EngineCoreOutputs(outputs=[refused(request_id, error, describe_exception(error))])

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from nbengine.errors import InvalidArgumentError, RequestError
+from nbengine.errors import InvalidArgumentError, RequestAbortedError, RequestError
 from nbengine.frontend.observability.request_watch import RequestWatch
 from nbengine.frontend.requests.request_errors import error_of
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -99,7 +99,7 @@ class PoolingStates:
         return None
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """End requests, given by either id; those that wait for one get a `RequestError`.
+        """End requests, given by either id; those that wait for one get a `RequestAbortedError`.
 
         Returns the internal ids of those that were unfinished.
         """
@@ -112,7 +112,7 @@ class PoolingStates:
             state.metrics.finished_time = time.monotonic()
             self._watch.completed(state.request_id, "abort", 0, is_last=True)
             if state.future is not None:
-                _resolve(state.future, RequestError(f"request {state.external_req_id} was aborted"))
+                _resolve(state.future, RequestAbortedError(f"request {state.external_req_id} was aborted"))
         return [state.request_id for state in aborted]
 
     def fail(self, error: Exception) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from nbengine.errors import RequestError, RequestLostError
+from nbengine.errors import (
+    EngineUnavailableError,
+    RefusedArgumentError,
+    RequestAbortedError,
+    RequestError,
+    RequestLostError,
+)
 from nbengine.ipc.messages import EngineCoreOutput, FinishReason
 
 
@@ -11,6 +17,10 @@ def error_of(output: EngineCoreOutput, external_req_id: str) -> RequestError:
     or aborted it."""
     reason = output.error or "the engine gave no reason"
     if output.finish_reason is FinishReason.ABORT:
-        reason = f"it was aborted: {reason}"
+        return RequestAbortedError(f"request {external_req_id}: it was aborted: {reason}")
     message = f"request {external_req_id}: {reason}"
-    return RequestError(message) if output.lost_rank is None else RequestLostError(output.lost_rank, message)
+    if output.lost_rank is not None:
+        return RequestLostError(output.lost_rank, message)
+    if output.argument is not None:
+        return RefusedArgumentError(output.argument, message)
+    return EngineUnavailableError(message) if output.is_unavailable else RequestError(message)

@@ -7,10 +7,13 @@ from typing import Any
 from nbengine.errors import (
     EngineEndError,
     EngineStalledError,
+    EngineUnavailableError,
     InvalidArgumentError,
     LeaseExpiredError,
     NBEngineError,
     NotSupportedError,
+    RefusedArgumentError,
+    RequestAbortedError,
     RequestError,
     RequestLostError,
 )
@@ -96,6 +99,12 @@ def api_error_of(error: BaseException) -> ApiError:
             return bad_request(str(error), None, "unsupported_value")
         case RequestLostError():
             return ApiError(500, SERVER_ERROR, "request_lost", None, str(error))
+        case RefusedArgumentError():
+            return bad_request(str(error), _param_of(error.argument), "invalid_value")
+        case RequestAbortedError():
+            return unavailable(str(error), "request_aborted")
+        case EngineUnavailableError():
+            return unavailable(str(error), "engine_unavailable")
         case RequestError():
             return bad_request(str(error), None, "invalid_value")
         case EngineEndError():

@@ -17,6 +17,7 @@ from nbengine.server.routes.common import id_of, now, service_of, stream_of
 from nbengine.server.sse import EventStream, take_all, until_disconnect
 from nbengine.server.translate.chat_events import ChatChunks, ChatCompletion, ChatForm
 from nbengine.server.translate.chat_request import echoed_text
+from nbengine.server.translate.conversation import own_names
 from nbengine.server.turns import ChatTurn, open_turn
 
 _decoder = BodyDecoder(ChatCompletionRequest, "/v1/chat/completions")
@@ -39,7 +40,7 @@ async def chat_completions(request: Request) -> Response | EventStream:
         echo=echoed_text(asked),
     )
     if asked.stream:
-        return stream_of(request, turn.send, _Events(turn, form))
+        return stream_of(request, turn.send, _Events(turn, form), names=turn.names)
     body = await until_disconnect(request.receive, _whole(turn, form))
     return json_reply(body)
 
@@ -69,7 +70,8 @@ async def _whole(turn: ChatTurn, form: ChatForm) -> dict[str, Any]:
         for part in turn.take(position, output):
             completion.add(part)
 
-    await take_all(turn.send, take)
+    with own_names(turn.names):
+        await take_all(turn.send, take)
     return completion.response(turn.usage())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from nbengine.server.translate.completions import (
     prompts_of,
     with_tokens,
 )
+from nbengine.server.translate.conversation import own_names
+from nbengine.server.translate.names import field_names
 from nbengine.server.translate.sampling import copies_of
 
 _decoder = BodyDecoder(CompletionRequest, "/v1/completions")
@@ -37,6 +39,14 @@ _decoder = BodyDecoder(CompletionRequest, "/v1/completions")
 async def completions(request: Request) -> Response | EventStream:
     """Continue texts, whole or as a stream."""
     asked = _decoder.decode(await request.body())
+    names = field_names(asked, "prompt")
+    with own_names(names):
+        return await _answered(request, asked, names)
+
+
+async def _answered(
+    request: Request, asked: CompletionRequest, names: Mapping[str, str]
+) -> Response | EventStream:
     service = service_of(request)
     model = service.check_model(asked.model)
     check_available(asked)
@@ -76,9 +86,8 @@ async def completions(request: Request) -> Response | EventStream:
     )
     answer = Completion(form, reader.first_outputs, _decode_with(service))
     if asked.stream:
-        return stream_of(
-            request, send_request, _Events(reader, answer, running_usage=asked.wants_running_usage)
-        )
+        events = _Events(reader, answer, running_usage=asked.wants_running_usage)
+        return stream_of(request, send_request, events, names=names)
     return json_reply(await until_disconnect(request.receive, _whole(send_request, reader, answer)))
 
 

@@ -32,7 +32,7 @@ async def create_message(request: Request) -> Response | EventStream:
     turn = await open_as_chat(request, chat_body(asked), message_id, CHAT_NAMES)
     answer = _Answer(turn, MessageBuilder(asked, turn.model, message_id))
     if asked.stream:
-        return stream_of(request, turn.send, answer, failure=_failure, names=CHAT_NAMES)
+        return stream_of(request, turn.send, answer, failure=_failure, names=answer.names)
     return json_reply(await until_disconnect(request.receive, answer.whole()))
 
 

@@ -87,9 +87,11 @@ async def create_response(request: Request) -> Response | EventStream:
     conversation = _conversation(asked, store)
     response_id = new_response_id()
     turn = await open_as_chat(request, chat_body(asked, conversation), response_id, CHAT_NAMES)
+    if asked.truncation == "auto":
+        turn.leave_room(asked.max_output_tokens)
     answer = _Answer(asked, turn, response_id, conversation, store)
     if asked.stream:
-        return stream_of(request, turn.send, answer, failure=answer.failure, names=CHAT_NAMES)
+        return stream_of(request, turn.send, answer, failure=answer.failure, names=answer.names)
     return json_reply(await until_disconnect(request.receive, answer.whole()))
 
 

@@ -15,6 +15,7 @@ from nbengine.server.routes.common import service_of
 from nbengine.server.sse import take_all
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.conversation import own_names
+from nbengine.server.translate.names import in_turn
 from nbengine.server.turns import ChatTurn, open_turn
 
 
@@ -27,11 +28,12 @@ async def open_as_chat(
 
 
 class TypedAnswer(ABC):
-    """The answer to one request: the events of its stream, or the whole. Errors have the API's `names`."""
+    """The answer to one request: the events of its stream, or the whole. Errors have the API's names."""
 
     def __init__(self, turn: ChatTurn, names: Mapping[str, str]) -> None:
         self._turn = turn
-        self._names = names
+        self.names = in_turn(turn.names, names)
+        """The fields that an error about the request is to name."""
         self._last: AnswerPart | None = None
 
     def take(self, position: int, output: RequestOutput | PromptProgress) -> bytes:
@@ -50,7 +52,7 @@ class TypedAnswer(ABC):
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer when it is complete."""
-        with own_names(self._names):
+        with own_names(self.names):
             await take_all(self._turn.send, self.take)
         self._finish(self._last)
         return self._answer()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nbengine.frontend.parsing.deltas import AnswerDelta
+from nbengine.frontend.parsing.json_text import ObjectPrefix
 from nbengine.server.events import HOLE, Frame, event
 from nbengine.server.protocol.messages import MessagesRequest
 from nbengine.server.translate.segments import Logprobs, Segment, Segmenter
@@ -30,9 +31,12 @@ class MessageBuilder:
         self._events: list[bytes] = []
         self._frame: Frame | None = None
         """The events of more of the block that is open; None: it has none."""
+        self._arguments = ObjectPrefix()
+        """The check of the call that is open."""
         self._segmenter = Segmenter(self)
         self._stop_sequences = request.stop_sequences or []
         self._max_tokens = request.max_tokens
+        self._prompt_only = request.max_tokens == 0
         self._has_call = False
         thinking = request.thinking
         self._hides_thinking = thinking is not None and thinking.display == "omitted"
@@ -49,18 +53,20 @@ class MessageBuilder:
 
     def start(self, usage: Usage) -> bytes:
         """Return the event at the beginning of a stream; `usage` has what the prompt costs."""
-        self.message["usage"] = _usage(usage)
+        self.message["usage"] = _usage(self._counted(usage))
         self._emit("message_start", message={**self.message, "content": []})
         return self._taken()
 
     def add(self, deltas: Iterable[AnswerDelta]) -> bytes:
         """Take in parts of the answer."""
-        self._segmenter.feed(deltas)
+        if not self._prompt_only:
+            self._segmenter.feed(deltas)
         return self._taken()
 
     def finish(self, finish_reason: str, stop_reason: int | str | None, usage: Usage) -> bytes:
         """Take in the end of the answer, with the engine's reasons for it."""
         self._segmenter.finish()
+        usage = self._counted(usage)
         reason, sequence = self._reason(finish_reason, stop_reason, usage)
         self.message |= {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage(usage)}
         delta: dict[str, Any] = {"stop_reason": reason, "stop_sequence": sequence}
@@ -82,14 +88,21 @@ class MessageBuilder:
         elif segment.kind == "call":
             block = {"type": "tool_use", "id": segment.call_id, "name": segment.name, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": HOLE}
+            self._arguments = ObjectPrefix()
         self._emit("content_block_start", index=segment.index, content_block=block)
         hidden = segment.kind == "reasoning" and self._hides_thinking
         kind = "content_block_delta"
         more = {"type": kind, "index": segment.index, "delta": delta}
         self._frame = None if hidden else Frame(more, kind)
 
-    def grown(self, _segment: Segment, text: str, _logprobs: Logprobs, /) -> None:
-        """Emit more of a block; this API has no log probabilities."""
+    def grown(self, segment: Segment, text: str, _logprobs: Logprobs, /) -> None:
+        """Emit more of a block; this API has no log probabilities.
+
+        Anthropic's client reads arguments as they come, and ends the stream with an error where they are no JSON.
+        A call in which that happens is voided in the end.
+        """
+        if segment.kind == "call" and self._frame is not None and not self._arguments.take(text):
+            self._frame = None
         if self._frame is not None:
             self._events.append(self._frame.event(text))
 
@@ -118,10 +131,13 @@ class MessageBuilder:
         """Emit the end of a block that is no call: unless others follow, `stop_reason` is not `tool_use`."""
         self._emit("content_block_stop", index=segment.index)
 
+    def _counted(self, usage: Usage) -> Usage:
+        return Usage(usage.prompt_tokens, usage.cached_tokens) if self._prompt_only else usage
+
     def _reason(
         self, finish_reason: str, stop_reason: int | str | None, usage: Usage
     ) -> tuple[str, str | None]:
-        if finish_reason == "length":
+        if finish_reason == "length" or self._prompt_only:
             cut = usage.output_tokens >= self._max_tokens
             return ("max_tokens" if cut else "model_context_window_exceeded"), None
         if isinstance(stop_reason, str) and stop_reason in self._stop_sequences:

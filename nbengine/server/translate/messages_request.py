@@ -29,7 +29,6 @@ from nbengine.server.protocol.messages import (
 from nbengine.server.translate.conversation import ChatMessage, not_offered, with_one_beginning
 
 CHAT_NAMES = {
-    "prompt": "messages",
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -53,7 +52,8 @@ def chat_body(request: MessagesRequest) -> dict[str, Any]:
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
             raise not_offered(name, f"{name} is not available: this server has no tools of its own")
-    body = prompt_body(request) | {"max_completion_tokens": request.max_tokens}
+    # With 0 the prompt alone is to be read; the one token that the engine makes is dropped.
+    body = prompt_body(request) | {"max_completion_tokens": request.max_tokens or 1}
     for name in _SAME_NAMES:
         if getattr(request, name) is not None:
             body[name] = getattr(request, name)

@@ -35,7 +35,6 @@ T = TypeVar("T")
 
 CHAT_NAMES = {
     "messages": "input",
-    "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -218,7 +217,7 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
         case {"type": "allowed_tools"}:
             allowed = decoded(request.tool_choice, AllowedTools, "tool_choice")
             names = {decoded(tool, NamedFunction, "tool_choice.tools").name for tool in allowed.tools}
-            tools = [tool for tool in tools if tool["function"]["name"] in names]
+            tools = _chosen(tools, names)
             choice = allowed.mode
         case other:
             message = (
@@ -227,6 +226,17 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
             raise not_offered("tool_choice", message)
     found: dict[str, Any] = {"tools": tools} if tools else {}
     return found if choice is None else found | {"tool_choice": choice}
+
+
+def _chosen(tools: list[dict[str, Any]], names: set[str]) -> list[dict[str, Any]]:
+    """Return the tools of these names."""
+    chosen = [tool for tool in tools if tool["function"]["name"] in names]
+    unknown = names.difference(tool["function"]["name"] for tool in chosen)
+    if unknown or not chosen:
+        got = ", ".join(map(repr, sorted(unknown))) or "none"
+        message = f"tool_choice.tools must have names of given tools, at least one, got {got:.200}"
+        raise bad_request(message, "tool_choice.tools", "invalid_value")
+    return chosen
 
 
 def _chat_tool(tool: dict[str, Any], param: str) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from nbengine.engine.core.core import EngineCore
-from nbengine.errors import EngineStartError, InvalidArgumentError, RequestError, UtilityError
+from nbengine.errors import (
+    EngineStartError,
+    EngineUnavailableError,
+    InvalidArgumentError,
+    RequestAbortedError,
+    UtilityError,
+)
 from nbengine.frontend.outputs.output_processor import OutputProcessor
 from nbengine.frontend.outputs.pooling_state import PoolingFuture
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -131,7 +137,7 @@ def test_who_waits_for_a_vector_is_told_who_ended_the_request(call: tuple[Any, .
     ((_, outputs),) = core.take_unsent_outputs()
     (error,) = frontend.process_outputs(outputs.outputs).errors
     assert str(error).startswith(f"request stepped: it was aborted: {reason}")
-    with pytest.raises(RequestError, match=f"request awaited: it was aborted: {reason}"):
+    with pytest.raises(RequestAbortedError, match=f"request awaited: it was aborted: {reason}"):
         future.result(0)
 
 
@@ -257,7 +263,7 @@ def test_an_engine_that_is_kept_asleep_refuses_requests_until_it_is_woken_up() -
     rig.call("sleep", 1, "keep", True)
     assert rig.core.stats().is_kept_asleep
     for _ in range(2):
-        with pytest.raises(RequestError, match="request late: the engine is kept asleep"):
+        with pytest.raises(EngineUnavailableError, match="request late: the engine is kept asleep"):
             rig.add("late", 50)
         rig.call("wake_up", ["weights"])
     rig.call("wake_up")

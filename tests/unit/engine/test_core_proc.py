@@ -157,6 +157,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(rig: Rig) -> None:
     assert tokens == [2, 3, 4, 5, 6]
     (late,) = [output for output in outputs if output.request_id == "late"]
     assert (late.finish_reason, late.error) == (FinishReason.ERROR, "the engine is shutting down")
+    assert late.is_unavailable
 
 
 def returned(rig: Rig) -> tuple[dict[int, list[str]], dict[str, int]]:

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbengine.errors import EngineDeadError, InvalidArgumentError, RequestError
+from nbengine.errors import (
+    EngineDeadError,
+    EngineUnavailableError,
+    InvalidArgumentError,
+    RefusedArgumentError,
+    RequestAbortedError,
+)
 from nbengine.frontend.outputs.output_processor import OutputProcessor
 from nbengine.frontend.outputs.pooling_state import PoolingFuture
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -48,9 +54,13 @@ def test_a_refusal_fails_its_request_alone() -> None:
     future: PoolingFuture = Future()
     processor = processor_with(a=None, b=future, c=None)
     refused = {"finish_reason": FinishReason.ERROR, "pooling_output": None, "error": "too long"}
-    processed = processor.process_outputs([answer("a-1", **refused), answer("b-1", **refused)])
-    assert [str(error) for error in processed.errors] == ["request a: too long"]
-    with pytest.raises(RequestError, match="request b: too long"):
+    processed = processor.process_outputs(
+        [answer("a-1", **refused, argument="x"), answer("b-1", **refused, is_unavailable=True)]
+    )
+    (error,) = processed.errors
+    assert isinstance(error, RefusedArgumentError)
+    assert (str(error), error.argument) == ("request a: too long", "x")
+    with pytest.raises(EngineUnavailableError, match="request b: too long"):
         future.result(0)
     assert processor.unfinished_ids() == ["c-1"]
 
@@ -60,7 +70,7 @@ def test_an_abort_by_either_id_tells_the_waiting_and_drops_what_comes_later(requ
     future: PoolingFuture = Future()
     processor = processor_with(a=future, b=None)
     assert processor.abort_requests([request_id]) == ["a-1"]
-    with pytest.raises(RequestError, match="request a was aborted"):
+    with pytest.raises(RequestAbortedError, match="request a was aborted"):
         future.result(0)
     assert processor.process_outputs([answer("a-1")]).pooling_outputs == []
     assert processor.abort_requests([request_id]) == []

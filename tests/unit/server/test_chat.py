@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from asgi import Call, call
 from fake_service_engine import FakeEngine, FakeServer
+from scripted_engine import MAX_MODEL_LEN, ScriptedEngine
 
-from nbengine.errors import EngineDeadError, RequestError
+from nbengine.errors import EngineDeadError, RefusedArgumentError, RequestError
+from nbengine.frontend.parsing.answer_parser import AnswerReading
 from nbengine.frontend.parsing.deltas import ContentDelta, ReasoningDelta
+from nbengine.frontend.parsing.formats import AnswerFormat
 from nbengine.outputs import PromptProgress
 from nbengine.sampling_params import MAX_N, RequestOutputKind
 from nbengine.server.translate.answers import AnswerPart
@@ -23,6 +26,8 @@ SHOWN = [
     {"total": 200, "cache": 20, "processed": 60, "time_ms": 250},
     {"total": 200, "cache": 20, "processed": 120, "time_ms": 1000},
 ]
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
 
 
 async def server(engine: FakeEngine | None = None, **settings: Any) -> FakeServer:
@@ -261,6 +266,14 @@ async def test_a_wrong_field_gets_openais_error_that_names_it(change: dict[str, 
     assert not fake.engine.asked
 
 
+async def test_a_prompt_that_is_too_long_is_named_as_its_messages() -> None:
+    fake = await server(ScriptedEngine())
+    messages = [{"role": "user", "content": "x" * MAX_MODEL_LEN}]
+    error = (await call(fake.app, PATH, {"messages": messages})).error
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert error["message"].startswith("messages must be at most")
+
+
 async def test_a_missing_field_is_named() -> None:
     fake = await server()
     reply = await call(fake.app, PATH, {"model": "fake-model"})
@@ -310,6 +323,27 @@ async def test_unknown_fields_of_objects_within_are_named_with_their_place(
     messages = {"model": "fake-model", "max_tokens": 1, "messages": HELLO, "output_config": wanted}
     assert (await call(fake.app, "/v1/messages", messages)).status == 200
     assert not caplog.records
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "kind", "param"),
+    [
+        ({"response_format": FORM}, "json", "response_format"),
+        ({"response_format": FORM, "tools": [TOOL], "tool_choice": "required"}, "grammar", "tools"),
+        ({"structured_outputs": {"regex": "a"}}, "regex", "structured_outputs.regex"),
+    ],
+)
+async def test_a_constraint_that_the_engine_refuses_is_named_as_the_field_that_asked_for_it(
+    change: dict[str, Any], kind: str, param: str, stream: bool
+) -> None:
+    engine = FakeEngine()
+    engine.reading = AnswerReading(AnswerFormat(None, "hermes"))
+    name = f"structured_outputs.{kind}"
+    engine.error = RefusedArgumentError(name, f"request a: {name} cannot be used: it is contradictory")
+    reply = await call((await server(engine)).app, PATH, {"messages": HELLO, "stream": stream, **change})
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, "invalid_value")
+    assert reply.error["message"] == f"request a: {param} cannot be used: it is contradictory"
 
 
 async def test_a_request_that_the_engine_refuses_gets_a_status_also_as_a_stream() -> None:

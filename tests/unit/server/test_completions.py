@@ -10,6 +10,7 @@ import pytest
 from asgi import call
 from fake_service_engine import FakeEngine, FakeServer
 
+from nbengine.errors import InvalidArgumentError
 from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.sampling_params import MAX_N
 
@@ -225,6 +226,16 @@ async def test_a_wrong_field_is_named(change: dict[str, Any], param: str) -> Non
     assert (reply.status, reply.error["param"]) == (400, param)
     # One that asks for more completions than there are places has another code.
     assert reply.error["code"] != "too_many_completions"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_that_are_wrong_are_named_as_the_prompt(stream: bool) -> None:
+    engine = FakeEngine()
+    engine.error = InvalidArgumentError("prompt_token_ids", 1 << 30, "tokens of the model")
+    fake = await server(engine)
+    reply = await call(fake.app, PATH, {"prompt": [1 << 30], "stream": stream})
+    assert (reply.status, reply.error["param"]) == (400, "prompt")
+    assert reply.error["message"].startswith("prompt must be tokens of the model")
 
 
 async def test_an_error_of_one_prompt_ends_the_others() -> None:

@@ -21,7 +21,15 @@ async def server(**settings: Any) -> FakeServer:
     return await FakeServer(**settings).start()
 
 
-@pytest.mark.parametrize("headers", [{"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": f"Bearer {KEY}"},
+        {"x-api-key": KEY},
+        {"authorization": "Bearer wrong", "x-api-key": KEY},
+        {"authorization": f"Bearer {KEY}", "x-api-key": "wrong"},
+    ],
+)
 async def test_a_caller_with_the_key_is_answered(headers: dict[str, str]) -> None:
     fake = await server(api_keys=("another-key", KEY))
     assert (await call(fake.app, PATH, CHAT, headers=headers)).status == 200
@@ -220,6 +228,14 @@ async def test_the_load_comes_in_the_format_that_is_asked_for() -> None:
     kind, _, value = as_json.headers["endpoint-load-metrics"].partition(" ")
     assert (kind, json.loads(value)["named_metrics"]["num_requests_waiting"]) == ("JSON", 1)
     assert "endpoint-load-metrics" not in (await call(fake.app, PATH, CHAT)).headers
+
+    async def finish(step: int) -> None:
+        fake.service.stats = EngineStats([SchedulerStats(num_waiting_reqs=7)])
+
+    # The load is that of the answer's time.
+    fake.engine.before_step = finish
+    later = await call(fake.app, PATH, CHAT, headers={"endpoint-load-metrics-format": "text"})
+    assert "num_requests_waiting=7" in later.headers["endpoint-load-metrics"]
 
 
 async def test_a_starting_a_sleeping_a_paused_and_an_ending_server_say_when_to_come_again() -> None:

@@ -10,6 +10,9 @@ import msgspec
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from api_answers import anthropic_client, events_in
+from hypothesis import given
+from hypothesis import strategies as st
+from jiter import from_json
 from pydantic import TypeAdapter
 
 from nbengine.frontend.parsing.deltas import (
@@ -21,6 +24,7 @@ from nbengine.frontend.parsing.deltas import (
     ToolCallEnded,
     ToolCallStarted,
 )
+from nbengine.frontend.parsing.json_text import ObjectPrefix, read_object
 from nbengine.server.protocol.errors import ApiError
 from nbengine.server.protocol.messages import InputMessage, MessagesRequest, Thinking
 from nbengine.server.translate.messages_events import MessageBuilder, new_message_id
@@ -153,11 +157,16 @@ def test_thoughts_that_are_to_be_omitted_are_empty_in_a_stream_and_in_a_body() -
     assert made.message["content"][0]["thinking"] == ""
 
 
-def test_a_call_that_cannot_be_read_is_no_reason_to_use_a_tool_and_its_text_is_kept() -> None:
-    raw = '<tool_call>{"name": "weather", "arguments": {"city": </tool_call>'
+@pytest.mark.parametrize(
+    "arguments", [['{"city": '], ['{"city": None}'], ['{"city"', ": N", "one", "}"], ["{'city': 1}"]]
+)
+def test_a_call_that_cannot_be_read_is_no_reason_to_use_a_tool_and_its_text_is_kept(
+    arguments: list[str],
+) -> None:
+    raw = f'<tool_call>{{"name": "weather", "arguments": {"".join(arguments)}</tool_call>'
     deltas = [
         ToolCallStarted(0, "call_a", "weather"),
-        ArgumentsDelta(0, '{"city": '),
+        *(ArgumentsDelta(0, piece) for piece in arguments),
         MalformedCall(raw, "the arguments are no JSON", 0),
     ]
     made = builder()
@@ -171,6 +180,26 @@ def test_a_call_that_cannot_be_read_is_no_reason_to_use_a_tool_and_its_text_is_k
     [end] = [event["delta"] for event in events if event["type"] == "message_delta"]
     assert end["unreadable_tool_calls"] == unreadable
     assert not any("unreadable_tool_calls" in event.get("delta", {}) for event in events_of(WHOLE))
+
+
+FRAGMENTS = [
+    *'{}[]",:-+.01eE\\ \nn',
+    *("true", "fal", "null", "None", "NaN", '"a"', '"a": ', '", "b": ', '"}', "'a'", "\x01", "é"),
+    *("\\n", "\\u", "\\ud83d", "\\ude00", "\\u00e9", "d83d"),
+]
+
+
+@given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=20))
+def test_what_is_taken_of_arguments_can_be_read_by_anthropics_client_and_the_rest_is_no_json(
+    fragments: list[str],
+) -> None:
+    prefix, taken = ObjectPrefix(), ""
+    for fragment in ("{", *fragments):
+        if not prefix.take(fragment):
+            assert isinstance(read_object("{" + "".join(fragments)), str)
+            break
+        taken += fragment
+        from_json(taken.encode(), partial_mode=True)
 
 
 def test_an_error_in_a_stream_is_raised_by_the_client_with_its_reason() -> None:

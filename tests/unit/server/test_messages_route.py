@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from anthropic.types import MessageParam
 from scripted_engine import MAX_MODEL_LEN, ScriptedEngine, http_to, thinking_engine
 
-from nbengine.errors import EngineDeadError
+from nbengine.errors import EngineDeadError, RefusedArgumentError
 
 HI: list[MessageParam] = [{"role": "user", "content": "Hi"}]
 KEY = "a-long-key"
@@ -73,6 +73,21 @@ async def test_an_answer_goes_on_where_the_last_message_of_the_assistant_ends() 
     assert not engine.render_options["add_generation_prompt"]
 
 
+@pytest.mark.parametrize("finish_reason", ["length", "stop"])
+async def test_with_no_tokens_to_write_the_prompt_alone_is_read(finish_reason: str) -> None:
+    engine = ScriptedEngine(["x"], finish_reason)
+    async with client_of(engine) as client:
+        whole = await client.messages.create(model="tiny", max_tokens=0, messages=HI)
+        async with client.messages.stream(model="tiny", max_tokens=0, messages=HI) as stream:
+            events = [event.type async for event in stream]
+            streamed = await stream.get_final_message()
+    assert events == ["message_start", "message_delta", "message_stop"]
+    for message in (whole, streamed):
+        assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+        assert message.usage.cache_read_input_tokens == 2
+    assert [params.max_tokens for params in engine.params] == [1, 1]
+
+
 async def test_counting_gives_the_tokens_of_the_prompt_whatever_its_length() -> None:
     engine = ScriptedEngine()
     async with client_of(engine) as client:
@@ -86,7 +101,7 @@ async def test_counting_gives_the_tokens_of_the_prompt_whatever_its_length() -> 
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"extra_body": {"temperature": -1}}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"messages": [{"role": "user", "content": "x" * (MAX_MODEL_LEN + 1)}]}, "messages must be at most"),
@@ -100,6 +115,18 @@ async def test_a_wrong_field_is_refused_under_the_name_that_the_caller_gave(
         with pytest.raises(anthropic.BadRequestError, match=word) as caught:
             await client.messages.create(**{"model": "tiny", "max_tokens": 9, "messages": HI, **fields})
     assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_form_that_the_engine_refuses_is_named_as_the_caller_gave_it(stream: bool) -> None:
+    engine = ScriptedEngine()
+    name = "structured_outputs.json"
+    engine.error = RefusedArgumentError(name, f"{name} cannot be used: it is contradictory")
+    form: Any = {"format": {"type": "json_schema", "schema": {}}}
+    fields: Any = {"max_tokens": 9, "messages": HI, "output_config": form, "stream": stream}
+    async with client_of(engine) as client:
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format cannot be used"):
+            await client.messages.create(model="tiny", **fields)
 
 
 async def test_a_wrong_key_is_refused_in_anthropics_words() -> None:

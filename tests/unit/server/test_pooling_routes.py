@@ -15,7 +15,12 @@ from scripted_engine import MAX_MODEL_LEN, ScriptedEngine, http_to
 from word_tokenizer import bert_tokenizer
 
 from nbengine.config import EngineConfig, ModelConfig
-from nbengine.errors import InvalidArgumentError, RequestError
+from nbengine.errors import (
+    EngineUnavailableError,
+    InvalidArgumentError,
+    RequestAbortedError,
+    RequestError,
+)
 from nbengine.frontend.requests.pooling_inputs import PoolingInputs
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.sampling_params import PoolingParams
@@ -296,6 +301,24 @@ async def test_a_request_that_the_engine_refuses_fails_as_a_whole() -> None:
             await client.embeddings.create(model="tiny", input=TEXTS)
         engine.error = None
         assert len((await client.embeddings.create(model="tiny", input=TEXTS)).data) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RequestAbortedError("request a was aborted"), "request_aborted"),
+        (EngineUnavailableError("request a: the engine is shutting down"), "engine_unavailable"),
+    ],
+)
+async def test_what_is_not_the_callers_fault_may_be_asked_again(error: RequestError, code: str) -> None:
+    engine = ScriptedEngine()
+    engine.error = error
+    async with http_to(engine) as http:
+        said = {"messages": [{"role": "user", "content": "a"}]}
+        for path, body in (("embeddings", {"input": "a"}), ("chat/completions", said)):
+            reply = await http.post(f"/v1/{path}", json=body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, code)
+            assert int(reply.headers["retry-after"]) >= 1
 
 
 def test_null_means_the_same_as_to_leave_a_field_out() -> None:

@@ -19,6 +19,11 @@ WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "requir
 TOOL = {"type": "function", "name": "weather", "parameters": WEATHER, "description": "Tell the weather."}
 
 
+def _allowed(*names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": "auto", "tools": tools}
+
+
 def body_of(**fields: Any) -> dict[str, Any]:
     request = msgspec.json.decode(json.dumps({"input": "Hi", **fields}), type=ResponsesRequest)
     return chat_body(request, input_messages(request.input))
@@ -184,6 +189,10 @@ def test_log_probabilities_are_asked_for(fields: dict[str, Any]) -> None:
         ({"tools": [TOOL, {"type": "function"}]}, "tools[1]"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": _allowed("wether")}, "tool_choice.tools"),
+        ({"tools": [TOOL], "tool_choice": _allowed("weather", "clock")}, "tool_choice.tools"),
+        ({"tools": [TOOL], "tool_choice": _allowed()}, "tool_choice.tools"),
+        ({"tool_choice": _allowed("weather")}, "tool_choice.tools"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": "Hi"}, {"role": "king", "content": "Hi"}]}, "input[1]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0]"),

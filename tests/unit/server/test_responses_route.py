@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 from scripted_engine import MAX_MODEL_LEN, ScriptedEngine, http_to, thinking_engine
 
-from nbengine.errors import EngineDeadError
+from nbengine.errors import EngineDeadError, RefusedArgumentError
 
 
 @asynccontextmanager
@@ -120,6 +120,33 @@ async def test_a_wrong_field_is_refused_under_the_name_that_the_caller_gave(
             await client.responses.create(**{"model": "tiny", "input": "Hi", **fields})
     assert caught.value.param == param
     assert param.split(".")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_form_that_the_engine_refuses_is_named_as_the_caller_gave_it(stream: bool) -> None:
+    engine = ScriptedEngine()
+    name = "structured_outputs.json"
+    engine.error = RefusedArgumentError(name, f"{name} cannot be used: it is contradictory")
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+    async with client_of(engine) as client:
+        with pytest.raises(openai.BadRequestError, match=r"text\.format cannot be used") as caught:
+            await client.responses.create(model="tiny", input="Hi", text=form, stream=stream)
+    assert caught.value.param == "text.format"
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "kept"),
+    [(100, None, -1), (100, 156, -1), (101, 156, 128), (200, 57, 199), (255, None, -1), (256, None, 192)],
+)
+async def test_a_conversation_that_is_cut_leaves_room_for_the_answer(
+    length: int, most: int | None, kept: int
+) -> None:
+    engine = ScriptedEngine()
+    fields: Any = {} if most is None else {"max_output_tokens": most}
+    text = "x" * (length - len("user: \n"))
+    async with client_of(engine) as client:
+        await client.responses.create(model="tiny", input=text, truncation="auto", **fields)
+    assert [params.truncate_prompt_tokens for params in engine.params] == [kept]
 
 
 async def test_an_unknown_model_is_not_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from hypothesis import example, given
@@ -18,7 +19,7 @@ from nbengine.frontend.parsing.deltas import (
     ToolCallStarted,
 )
 from nbengine.frontend.parsing.formats import REASONING_PARSERS, TOOL_PARSERS, AnswerFormat
-from nbengine.frontend.parsing.json_text import read_object
+from nbengine.frontend.parsing.json_text import ObjectPrefix, read_object
 from tests.unit.frontend.parsing.answers import EXAMPLES, TOOLS, deltas_of, parser_of, parts_of
 
 FORMATS = [AnswerFormat("gpt_oss", "gpt_oss")] + [
@@ -125,6 +126,29 @@ def check_order(deltas: list[AnswerDelta]) -> None:
             case _:
                 assert delta.text
     assert open_index is None
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    value=st.dictionaries(st.text(), VALUES, max_size=4),
+    is_ascii=st.booleans(),
+    indent=st.sampled_from([None, 1]),
+    cuts=st.lists(st.integers(0, 400), max_size=20),
+)
+@example(value={"😀": ["\\", '"', -1.5e300]}, is_ascii=True, indent=None, cuts=list(range(40)))
+def test_an_object_is_one_from_its_first_piece_to_its_last(
+    value: dict[str, object], is_ascii: bool, indent: int | None, cuts: list[int]
+) -> None:
+    prefix = ObjectPrefix()
+    text = json.dumps(value, ensure_ascii=is_ascii, indent=indent)
+    assert all(prefix.take(piece) for piece in pieces(text, cuts))
+    assert not prefix.take("{")
 
 
 @pytest.mark.parametrize("tools", TOOL_PARSERS)
