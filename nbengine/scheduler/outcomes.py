@@ -35,6 +35,8 @@ class RequestOutcomes(SchedulerState):
             if not follow_grammar(request, new_token_ids):
                 error = f"structured_outputs: {grammar.error}"
                 logger.error("request %s: %s", printable(request.request_id), printable(error))
+                # What was refused is no part of the answer.
+                new_token_ids = []
             elif grammar.is_over:
                 request.grammar = None
                 self._structured.pop(request.request_id, None)
