@@ -35,6 +35,8 @@ class RequestOutcomes(SchedulerState):
             if not follow_grammar(request, new_token_ids):
                 error = f"structured_outputs: {grammar.error}"
                 logger.error("request %s: %s", printable(request.request_id), printable(error))
+                # What was refused is no part of the answer.
+                new_token_ids = []
             elif grammar.is_over:
                 request.grammar = None
                 self._structured.pop(request.request_id, None)
@@ -53,7 +55,8 @@ class RequestOutcomes(SchedulerState):
 
     def _count_further_steps(self, answer: ModelRunnerOutput) -> None:
         """Count the steps that have followed a planned one at once."""
-        further = max(map(len, answer.sampled_token_ids), default=1) - 1
+        # Not the tokens: requests with a fault have one less.
+        further = len(answer.step_ends)
         self.step_counter += further
         self._last_answered_step += further
 
@@ -107,6 +110,7 @@ class RequestOutcomes(SchedulerState):
             if new_token_ids and request.num_output_tokens == len(new_token_ids):
                 self.meter.first_token(request, self.clock())
         if request.status is not before:
+            request.error = error or ""
             finish_reason = FINISH_REASONS[request.status]
             self._release(request, before)
             self.meter.ended(request, self.clock())

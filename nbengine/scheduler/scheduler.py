@@ -372,7 +372,7 @@ class Scheduler(RequestOutcomes):
                 num_tokens -= 1
                 if without is not None:
                     num_tokens += len(without.new_token_ids)
-                    outputs[request.client_index].append(without)
+                    outputs[request.client_index].append(request.with_held(without))
                 continue
             if drafts and request_id in drafts:
                 if request.status is RequestStatus.RUNNING:

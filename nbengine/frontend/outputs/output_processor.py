@@ -179,9 +179,6 @@ class OutputProcessor:
                 self._process_pooling(engine_core_output, result)
                 continue
             finish_reason = engine_core_output.finish_reason
-            if finish_reason is FinishReason.ERROR:
-                self._fail(state, engine_core_output, result)
-                continue
             stop_reason = engine_core_output.stop_reason
             stop_string = state.update_from_output(engine_core_output, rank, now)
             if stop_string is not None:
@@ -189,16 +186,20 @@ class OutputProcessor:
                     result.reqs_to_abort.append(state.request_id)
                     result.stopped.add(state.request_id)
                 finish_reason, stop_reason = FinishReason.STOP, stop_string
-            if finish_reason is not None:
-                self._finish(state, now, finish_reason)
-            delta = state.make_delta(finish_reason, stop_reason)
-            if delta is None:
-                continue
-            waiter = state.queue.add(delta)
-            if waiter is not None:
-                waiters.append(waiter)
-            elif state.is_polled:
-                polled[state.queue] = None
+            if finish_reason is FinishReason.ERROR:
+                delta = state.make_rest()
+            else:
+                if finish_reason is not None:
+                    self._finish(state, now, finish_reason)
+                delta = state.make_delta(finish_reason, stop_reason)
+            if delta is not None:
+                waiter = state.queue.add(delta)
+                if waiter is not None:
+                    waiters.append(waiter)
+                elif state.is_polled:
+                    polled[state.queue] = None
+            if finish_reason is FinishReason.ERROR:
+                self._fail(state, engine_core_output, result)
         for queue in polled:
             output = queue.get_nowait()
             if output is not None:

@@ -172,6 +172,18 @@ class RequestState:
         )
         return delta if self.parent is None else self.parent.collect(delta)
 
+    def make_rest(self) -> RequestOutput | None:
+        """Return what has not been handed out of a request that an error ends, None if there is nothing; with
+        `FINAL_ONLY` nothing is handed out."""
+        if self._final_only:
+            return None
+        rest = self.make_delta(FinishReason.ERROR, None)
+        if rest is None or not (rest.outputs[0].token_ids or rest.outputs[0].text):
+            return None
+        # The reader takes it as one of many, and goes on to the error.
+        rest.finished, rest.outputs[0].finish_reason = False, None
+        return rest
+
     def _note_events(self, events: list[EngineCoreEvent], rank: int) -> None:
         # A request's first output has events, so that nothing need be noted with each token.
         if rank not in self.metrics.data_parallel_ranks:

@@ -20,7 +20,7 @@ from nbengine.ipc.messages import (
     EngineCoreRequest,
     FinishReason,
 )
-from nbengine.outputs import RequestOutput
+from nbengine.outputs import RequestOutput, joined
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -186,6 +186,49 @@ def test_a_refused_request_fails_alone(harness: Harness) -> None:
     with pytest.raises(RequestError, match="bad: too long"):
         refused_queue.get_nowait()
     assert set(harness.processor.request_states) == {fine}
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL_ONLY])
+def test_what_was_computed_before_an_error_comes_before_it(
+    byte_level: Tokenizer, kind: RequestOutputKind
+) -> None:
+    # The last tokens and the text that may begin a stop string are waiting when the error comes.
+    harness = Harness(byte_level, stream_interval=100)
+    params = SamplingParams(output_kind=kind, stop=[TEXT[-3:] + "!"])
+    _, queue = harness.add(queued=True, params=params)
+    _, other = harness.add(queued=True, params=params)
+    ids, polled = harness.ids, harness.add(params=params)[0]
+    assert queue is not None
+    assert other is not None
+    harness.processor.process_outputs([EngineCoreOutput(queue.engine_request_id, ids[:2])])
+    parts = [] if kind is FINAL_ONLY else [queue.get_blocking(0)]
+    result = harness.processor.process_outputs(
+        [
+            EngineCoreOutput(queue.engine_request_id, ids[2:], finish_reason=FinishReason.ERROR, error="NaN"),
+            EngineCoreOutput(other.engine_request_id, [], finish_reason=FinishReason.ERROR, error="NaN"),
+            EngineCoreOutput(polled, ids, finish_reason=FinishReason.ERROR, error="NaN"),
+        ]
+    )
+    if kind is not FINAL_ONLY:
+        parts.append(queue.get_blocking(0))
+        assert [output.outputs[0].text for output in result.request_outputs] == [TEXT]
+        assert not any(output.finished or output.outputs[0].finished for output in parts)
+        whole = parts[-1] if kind is CUMULATIVE else joined(parts)
+        assert (whole.outputs[0].text, whole.outputs[0].token_ids) == (TEXT, ids)
+        assert whole.metrics.num_generation_tokens == len(ids)
+    assert len(result.errors) == 1
+    for failed in (queue, other):
+        with pytest.raises(RequestError, match="NaN"):
+            failed.get_nowait()
+    assert not harness.processor.request_states
+
+
+def test_a_stop_string_before_an_error_is_the_end(harness: Harness) -> None:
+    request_id, _ = harness.add(params=SamplingParams(stop=["brown"]))
+    step = EngineCoreOutput(request_id, harness.ids, finish_reason=FinishReason.ERROR, error="NaN")
+    result = harness.processor.process_outputs([step])
+    assert result.errors == []
+    assert [output.outputs[0].stop_reason for output in result.request_outputs] == ["brown"]
 
 
 def test_a_refused_request_without_a_collector_is_returned_as_an_error(harness: Harness) -> None:

@@ -134,6 +134,7 @@ def test_a_refused_token_ends_its_request_alone_with_an_error(caplog: pytest.Log
     _, outputs = step(scheduler)
     assert outputs["bad"].finish_reason is FinishReason.ERROR
     assert outputs["bad"].error == "structured_outputs: more than 1 words"
+    assert outputs["bad"].new_token_ids == []
     assert outputs["good"].finish_reason is None
     assert "request bad: structured_outputs: more than 1 words" in caplog.text
     assert list(scheduler.requests) == ["good"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, LogprobsLists
-from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import Fault, ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.request import RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.short_histories import ABORTED, add
@@ -101,6 +101,18 @@ def test_what_is_held_of_a_request_that_is_preempted_is_told() -> None:
     assert list(told) == ["new"]
     assert side.tokens == {"old": [1], "new": list(range(1, 1 + side.numbers["new"]))}
     assert side.numbers["new"] > 1
+
+
+def test_what_is_held_of_a_request_is_told_with_its_fault() -> None:
+    side = Side()
+    side.add("r", 1e9)
+    for _ in range(3):
+        side.step()
+    answer = ModelRunnerOutput(["r"], [[]], faults={"r": Fault.NOT_FINITE})
+    (told,) = side.hear(side.scheduler.update_from_output(side.scheduler.schedule(), answer)).values()
+    assert told.new_token_ids == [2, 3]
+    assert told.finish_reason is FinishReason.ERROR
+    assert "NaN" in str(told.error)
 
 
 def test_log_probabilities_are_held_with_their_tokens_and_the_runner_keeps_its_lists() -> None:
