@@ -94,7 +94,8 @@ class RowByRow:
         ]
         wanted = self._batch.metadata(rows).logprobs
         missing = SamplerOutput(
-            torch.zeros(1, dtype=torch.int64, device=logits.device), torch.ones(1, dtype=torch.float32, device=logits.device)
+            torch.zeros(1, dtype=torch.int64, device=logits.device),
+            torch.ones(1, dtype=torch.float32, device=logits.device),
         )
         parts = [missing if part is None else part for part in found]
         output = SamplerOutput(
