@@ -44,7 +44,7 @@ class ContentLogprobs:
         self._read: list[_Token] = []
         """The tokens whose text the parser has got, from the first on that may belong to what it returns next."""
         self._kind = ""
-        """What the last text was: content or reasoning."""
+        """The kind of the last part: content, reasoning or call."""
 
     def divide(self, text: str, entries: Iterable[Entry]) -> tuple[list[AnswerDelta], list[list[Entry]]]:
         """Divide further text, of whose tokens these are the entries; return the parts, and the entries of each."""

@@ -33,7 +33,7 @@ def answers(draw: st.DrawFn) -> list[tuple[str, bool]]:
 
 
 def outputs(texts: list[str], sizes: list[int]) -> list[RequestOutput]:
-    """Make the outputs of a request from the texts of its tokens, so many at a time; the last token has no text."""
+    """Make the outputs of a request from the texts of its tokens, by numbers of tokens; one without text ends them."""
     made = []
     place = 0
     while place < len(texts):
