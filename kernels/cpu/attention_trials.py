@@ -84,7 +84,7 @@ def try_write_latent(
 
 def _slots(block_size: int) -> Tensor:
     """Return the places of five tokens in five blocks; one of them is not written."""
-    return torch.tensor([3 * block_size, -1, 2, 5 * block_size - 1, block_size])
+    return torch.tensor([3 * block_size, -1, 2, 5 * block_size - 1, block_size], dtype=torch.int64)
 
 
 def _writing(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> ctypes.Structure:

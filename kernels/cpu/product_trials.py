@@ -127,7 +127,7 @@ def try_take_rows(functions: Sequence[Function], form: Format | Element, is_part
     else:
         data, weight = _random_weight(form, _PART, 1)
         cells, stride = data.shape[1], data.stride(0)
-    ids = torch.tensor([0, _PART - 1, 7])
+    ids = torch.tensor([0, _PART - 1, 7], dtype=torch.int64)
     output = poisoned((len(ids), weight.shape[1]), torch.float32)
     first = 5 if is_part else 0
     arguments = TakeArguments(

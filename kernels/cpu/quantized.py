@@ -64,7 +64,7 @@ class CpuProducts:
             found = (x.dtype, columns)
             raise InvalidArgumentError("x", found, f"float32 with {cells * form.columns} columns")
         x = x if x.stride(1) == 1 else x.contiguous()
-        output = torch.empty(rows, out_features)
+        output = torch.empty(rows, out_features, dtype=torch.float32)
         record_stride = columns // SPAN * RECORD_BYTES
         if rows * record_stride > len(self._records):
             self._records = torch.empty(rows * record_stride, dtype=torch.uint8)
@@ -84,7 +84,7 @@ class CpuProducts:
         """See `nbengine.kernels.quantized_kernels.QuantizedProducts.rows`."""
         _, cells, _ = data.shape
         ids = ids.contiguous()
-        output = torch.empty(len(ids), cells * form.columns)
+        output = torch.empty(len(ids), cells * form.columns, dtype=torch.float32)
         arguments = TakeArguments(
             items=len(ids),
             ids=ids.data_ptr(),

@@ -93,7 +93,7 @@ class CpuSoftCap:
     """Numbers of rows as they approach a cap, float32."""
 
     def __init__(self, size: int, cap: float) -> None:
-        self._caps = torch.full((size,), cap)
+        self._caps = torch.full((size,), cap, dtype=torch.float32)
         self._function = RowFunction(compile_rows("soft_cap", size, Element.FLOAT32))
 
     def __call__(self, x: Tensor) -> Tensor:

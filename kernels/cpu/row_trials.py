@@ -154,7 +154,7 @@ def _try(function: Function, kind: _Rows, sizes: _Sizes, element: Element, picke
     # None of them is near 0: they are divisors, too.
     other = random_numbers(_ROWS, kind.other(sizes), seed=2)
     other = (other + other.sign() / 2).to(dtype)
-    picks = torch.tensor([2, 0, 1])
+    picks = torch.tensor([2, 0, 1], dtype=torch.int64)
     expected = kind.function(x.double(), (other[picks] if picked else other).double(), sizes)
     output = poisoned(expected.shape, dtype)
     arguments = RowArguments(

@@ -56,8 +56,8 @@ def try_latent_rows(functions: Sequence[Function], shape: LatentRowShape) -> Tri
     heads, rank, turns = shape.heads, shape.rank, shape.turned
     queries = random_numbers(_ROWS, heads, shape.plain + turns, seed=1)
     projected, weight = random_numbers(_ROWS, rank + turns, seed=2), random_numbers(rank, seed=3)
-    angles, positions = random_numbers(7, 2 * turns, seed=4), torch.tensor([6, 0, 3, 3, 1])
-    absorbed = torch.zeros(_ROWS, heads, rank + turns)
+    angles, positions = random_numbers(7, 2 * turns, seed=4), torch.tensor([6, 0, 3, 3, 1], dtype=torch.int64)
+    absorbed = torch.zeros(_ROWS, heads, rank + turns, dtype=torch.float32)
     output = poisoned((_ROWS, rank + turns), torch.float32)
     arguments = LatentRowArguments(
         items=_ROWS,

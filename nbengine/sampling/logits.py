@@ -68,4 +68,4 @@ def float_copy(logits: Tensor, rows: Rows) -> Tensor:
 @cache
 def _addends(device: torch.device) -> Tensor:
     bits = torch.arange(256)[:, None] >> torch.arange(8)
-    return torch.where(bits & 1 == 1, 0.0, -torch.inf).to(device)
+    return torch.where(bits & 1 == 1, 0.0, -torch.inf).to(device, torch.float32)

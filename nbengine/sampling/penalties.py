@@ -103,17 +103,17 @@ class PenaltyTable:
         self._num_entries = np.zeros(max_num_rows, np.int64)
         """An upper bound of each list's length: only the device knows whether a sampled token was in the list
         already."""
-        self._parameters = torch.zeros(max_num_rows, 3, device=device)
+        self._parameters = torch.zeros(max_num_rows, 3, dtype=torch.float32, device=device)
         """Repetition, frequency and presence penalty."""
         self._lengths = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
         self._starts = torch.arange(max_num_rows, device=device) * vocab_size
         self._index = self._starts[:, None].clone()
         """Each token's place in the flattened logits."""
-        self._counts = torch.zeros(max_num_rows, 1, device=device)
+        self._counts = torch.zeros(max_num_rows, 1, dtype=torch.float32, device=device)
         """The number of times that each token was generated."""
-        self._factors = torch.ones(max_num_rows, 1, device=device)
+        self._factors = torch.ones(max_num_rows, 1, dtype=torch.float32, device=device)
         """The factors that multiply negative logits and divide positive ones."""
-        self._deductions = torch.zeros(max_num_rows, 1, device=device)
+        self._deductions = torch.zeros(max_num_rows, 1, dtype=torch.float32, device=device)
         """The numbers that are then subtracted."""
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class PenaltyTable:
             self._num_entries[row] = len(token_ids)
             self._fit_width()
             parameters = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-            self._parameters[row] = torch.tensor(parameters, device=self._device)
+            self._parameters[row] = torch.tensor(parameters, dtype=torch.float32, device=self._device)
             self._fill(row, token_ids, counts)
         except BaseException:
             self.remove(row)

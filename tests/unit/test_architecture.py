@@ -101,6 +101,10 @@ NAME_EACH_OTHER = ("kernels", "magics", "widgets")
 ONLY = {"kernels": ("errors", "units")}
 """The kernels can be taken out and used alone."""
 
+STATE_DTYPES = ("kernels/cpu", "nbengine/models/prepared", "nbengine/sampling", "nbengine/worker/batch")
+"""The kernels read and write at the addresses of their tensors, whatever torch's default dtype is in a notebook."""
+MAKERS = {"empty", "empty_strided", "full", "ones", "tensor", "zeros"}
+
 
 def files_of(name: str) -> list[Path]:
     """The files of a package or module of `nbengine`."""
@@ -230,6 +234,26 @@ def test_imports_go_down_the_layers_or_stay(name: str) -> None:
         for part in parts_imported(path)
         if part != name
         and (not part or HEIGHTS[part] >= HEIGHTS[name] or part not in ONLY.get(name, (part,)))
+    ]
+    assert not against, "\n".join(against)
+
+
+@pytest.mark.parametrize("folder", STATE_DTYPES)
+def test_tensors_for_kernels_do_not_have_the_default_dtype(folder: str) -> None:
+    calls = [
+        (path, node)
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in MAKERS
+        and ast.unparse(node.func.value) == "torch"
+    ]
+    assert len(calls) > 5
+    against = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+        for path, node in calls
+        if "dtype" not in {keyword.arg for keyword in node.keywords}
     ]
     assert not against, "\n".join(against)
 

@@ -119,18 +119,21 @@ class StepBuffers:
             return torch.empty(tokens, columns // SPAN * RECORD_BYTES, dtype=torch.uint8)
 
         before_gate = 0 if is_gated_at_once else inner
-        logits = torch.empty(size.logits, own_vocab_size * tp_size)
+        logits = torch.empty(size.logits, own_vocab_size * tp_size, dtype=torch.float32)
+        own_logits = logits
+        if tp_size > 1:
+            own_logits = torch.empty(size.logits, own_vocab_size, dtype=torch.float32)
         return cls(
-            x=torch.empty(tokens, hidden),
-            normed=torch.empty(tokens, hidden),
+            x=torch.empty(tokens, hidden, dtype=torch.float32),
+            normed=torch.empty(tokens, hidden, dtype=torch.float32),
             query_parts=query_parts,
-            qkv=torch.empty(tokens, attention.qkv),
-            queries=torch.empty(tokens, attention.queries),
-            rotated=torch.empty(tokens, attention.rotated),
-            attended=torch.empty(tokens, attention.attended),
-            out=torch.empty(tokens, hidden),
-            gate_up=torch.empty(tokens, 2 * before_gate),
-            gated=torch.empty(tokens, before_gate),
+            qkv=torch.empty(tokens, attention.qkv, dtype=torch.float32),
+            queries=torch.empty(tokens, attention.queries, dtype=torch.float32),
+            rotated=torch.empty(tokens, attention.rotated, dtype=torch.float32),
+            attended=torch.empty(tokens, attention.attended, dtype=torch.float32),
+            out=torch.empty(tokens, hidden, dtype=torch.float32),
+            gate_up=torch.empty(tokens, 2 * before_gate, dtype=torch.float32),
+            gated=torch.empty(tokens, before_gate, dtype=torch.float32),
             records=records(widest),
             gated_records=records(inner),
             laid_out=torch.empty(
@@ -140,9 +143,9 @@ class StepBuffers:
             work=torch.empty(groups, size.items * WORK_BYTES, dtype=torch.uint8),
             partials=torch.empty(size.items * kv_heads * partial_bytes, dtype=torch.uint8),
             arrivals=torch.zeros(tokens * kv_heads, dtype=torch.int64),
-            own_logits=logits if tp_size == 1 else torch.empty(size.logits, own_vocab_size),
+            own_logits=own_logits,
             logits=logits,
-            peaks=torch.empty(size.logits, PARTS),
+            peaks=torch.empty(size.logits, PARTS, dtype=torch.float32),
             ids=torch.empty(size.logits, dtype=torch.int64),
-            values=torch.empty(size.logits),
+            values=torch.empty(size.logits, dtype=torch.float32),
         )

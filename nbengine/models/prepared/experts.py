@@ -82,18 +82,18 @@ class ExpertBuffers:
             return torch.zeros(shape, dtype=torch.int64)
 
         return cls(
-            scores=torch.empty(tokens, first.routing.width),
-            weights=torch.empty(tokens, per_token),
+            scores=torch.empty(tokens, first.routing.width, dtype=torch.float32),
+            weights=torch.empty(tokens, per_token, dtype=torch.float32),
             chosen=integers(tokens, per_token),
             places=integers(tokens, per_token),
             records=records(first.hidden_size),
             gated_records=records(len(shard.inner)),
-            outputs=torch.zeros(places + 1, first.hidden_size),
+            outputs=torch.zeros(places + 1, first.hidden_size, dtype=torch.float32),
             starts=integers(len(shard.experts) + 1),
             active=integers(len(shard.experts)),
             count=integers(1),
-            shared=torch.empty(tokens, first.hidden_size if has_shared else 0),
-            shared_scores=torch.empty(tokens, MAX_LANES),
+            shared=torch.empty(tokens, first.hidden_size if has_shared else 0, dtype=torch.float32),
+            shared_scores=torch.empty(tokens, MAX_LANES, dtype=torch.float32),
         )
 
 

@@ -38,12 +38,12 @@ class LatentBuffers:
         """Allocate them for steps of up to `tokens`."""
         latent, heads = block.latent, block.num_heads
         return cls(
-            query_latent=torch.empty(tokens, latent.query_rank or 0),
-            projected=torch.empty(tokens, latent.width),
-            rows=torch.empty(tokens, latent.width),
-            queries=torch.empty(tokens, heads, latent.head_dim),
-            absorbed=torch.empty(tokens, heads, latent.width),
-            found=torch.empty(tokens, heads, latent.rank),
+            query_latent=torch.empty(tokens, latent.query_rank or 0, dtype=torch.float32),
+            projected=torch.empty(tokens, latent.width, dtype=torch.float32),
+            rows=torch.empty(tokens, latent.width, dtype=torch.float32),
+            queries=torch.empty(tokens, heads, latent.head_dim, dtype=torch.float32),
+            absorbed=torch.empty(tokens, heads, latent.width, dtype=torch.float32),
+            found=torch.empty(tokens, heads, latent.rank, dtype=torch.float32),
         )
 
 

@@ -35,8 +35,8 @@ class InputBuffers:
     @classmethod
     def make(cls, inputs: LayerInputs, tokens: int) -> InputBuffers:
         """Allocate them for steps of up to `tokens`."""
-        own, projected = torch.empty(2, tokens, inputs.num_layers * inputs.size)
-        return cls(own, projected, torch.empty(tokens, inputs.size))
+        own, projected = torch.empty(2, tokens, inputs.num_layers * inputs.size, dtype=torch.float32)
+        return cls(own, projected, torch.empty(tokens, inputs.size, dtype=torch.float32))
 
 
 class InputOperations(OutputOperations):
@@ -60,10 +60,10 @@ class InputOperations(OutputOperations):
         self._take(inputs.embedding, own.own, inputs.own_scale)
         self._round_for([inputs.projection.weight], x)
         self._multiply(inputs.projection, own.projected, x)
-        self._scale(own.projected, torch.tensor([inputs.scale]))
+        self._scale(own.projected, torch.tensor([inputs.scale], dtype=torch.float32))
         self._normalise_each(inputs.norm, inputs.num_layers, own.projected, own.projected)
         self._add(own.own, own.projected, repeats=False)
-        self._scale(own.own, torch.tensor([MEAN_OF_TWO]))
+        self._scale(own.own, torch.tensor([MEAN_OF_TWO], dtype=torch.float32))
 
     def end_layer(self, layer: InputLayer) -> None:
         """Add what a layer makes of its inputs to the residual stream, if it has any, and scale the stream."""
@@ -102,4 +102,4 @@ class InputOperations(OutputOperations):
         self.operations.append(Operation(function, take, 1, has_tokens=False))
         self._sum_over_ranks(target)
         if scale != 1:
-            self._scale(target, torch.tensor([scale]))
+            self._scale(target, torch.tensor([scale], dtype=torch.float32))

@@ -95,7 +95,7 @@ class StepOperations(InputOperations):
             self._shared = experts.shared, experts.shared_scores
         self._residual_scale = None
         if residual_scale != 1:
-            self._residual_scale = torch.full((buffers.out.shape[1],), residual_scale)
+            self._residual_scale = torch.full((buffers.out.shape[1],), residual_scale, dtype=torch.float32)
 
     def add_plans(self, groups: Sequence[tuple[Span | None, int]]) -> None:
         """Take in the step's batch, for each group of layers with what its rule is, and its number of KV heads."""
@@ -237,7 +237,7 @@ class StepOperations(InputOperations):
         self._normalise(experts.router_norm, x, normed)
         self._round_for([experts.router.weight], normed)
         self._add_scores(experts)
-        self._scale(self._scores, torch.tensor([experts.logit_factor]))
+        self._scale(self._scores, torch.tensor([experts.logit_factor], dtype=torch.float32))
         self._normalise(experts.norm, x, normed)
         self._round(normed)
         self.operations.extend(self._experts.of(experts))

@@ -41,7 +41,7 @@ class OutputOperations(BasicOperations):
         caps = [] if config.logits_soft_cap is None else [("soft_cap", config.logits_soft_cap)]
         for name, number in [("divide", config.logits_divisor), *caps]:
             if (name, number) != ("divide", 1):
-                numbers = torch.full((vocab_size,), number)
+                numbers = torch.full((vocab_size,), number, dtype=torch.float32)
                 function = compile_rows(name, vocab_size, Element.FLOAT32)
                 self.operations.append(
                     row_operation(function, buffers.logits, numbers, buffers.logits, repeats=True)

@@ -56,10 +56,10 @@ class RecurrentBuffers:
             features, channels, heads = sum(mixer.split), mixer.split[0], mixer.heads
             inner = mixer.inner
         return cls(
-            torch.empty(tokens, features),
-            torch.empty(tokens, channels),
-            torch.empty(2, tokens, heads),
-            torch.empty(tokens, inner),
+            torch.empty(tokens, features, dtype=torch.float32),
+            torch.empty(tokens, channels, dtype=torch.float32),
+            torch.empty(2, tokens, heads, dtype=torch.float32),
+            torch.empty(tokens, inner, dtype=torch.float32),
         )
 
 
@@ -109,7 +109,8 @@ def _state_space(mixer: Mamba2Mixer, buffers: RecurrentBuffers) -> Iterator[Oper
     softplus = compile_rows("softplus", heads, Element.FLOAT32)
     yield row_operation(softplus, step, mixer.dt_bias, steps, repeats=True)
     for name, limit in _limits(space):
-        function, limits = compile_rows(name, heads, Element.FLOAT32), torch.full((heads,), limit)
+        function = compile_rows(name, heads, Element.FLOAT32)
+        limits = torch.full((heads,), limit, dtype=torch.float32)
         yield row_operation(function, steps, limits, steps, repeats=True)
     x, b, c = buffers.convolved.split_with_sizes(mixer.sizes, dim=1)
     arguments = _matrix_arguments(heads, mixer.groups, c, b, x, buffers.mixed)

@@ -242,7 +242,7 @@ class Pooler:
         picked = [(span.state.row, span.start) for span in spans if span.pooling == "cls" and span.begins]
         picked += [(span.state.row, span.end - 1) for span in spans if span.pooling == "last" and span.ends]
         if picked:
-            rows, positions = torch.tensor(picked, device=self._device).unbind(1)
+            rows, positions = torch.tensor(picked, dtype=torch.int64, device=self._device).unbind(1)
             yield rows, hidden[positions].float()
 
     def _segments(
@@ -254,13 +254,13 @@ class Pooler:
             (span,) = spans
             hidden, lengths = hidden[span.start : span.end], [span.end - span.start]
             spans = [replace(span, position=0)]
-        lengths_here = torch.tensor(lengths, device=self._device)
+        lengths_here = torch.tensor(lengths, dtype=torch.int64, device=self._device)
         states = hidden[: sum(lengths)].float()
         segments = torch.segment_reduce(states, "sum", lengths=lengths_here, axis=0, unsafe=True)
         for begins in (True, False):
             chosen = [(s.state.row, s.position) for s in spans if s.begins is begins]
             if chosen:
-                rows, positions = torch.tensor(chosen, device=self._device).unbind(1)
+                rows, positions = torch.tensor(chosen, dtype=torch.int64, device=self._device).unbind(1)
                 yield rows, segments[positions] if begins else self._sums[rows] + segments[positions]
 
     def _completed(self, done: list[_Span]) -> PooledStep:
@@ -277,7 +277,7 @@ class Pooler:
         )
 
     def _pooled(self, spans: list[_Span], sums: Tensor) -> Tensor:
-        rows = torch.tensor([span.state.row for span in spans], device=self._device)
+        rows = torch.tensor([span.state.row for span in spans], dtype=torch.int64, device=self._device)
         divisors = [span.state.num_tokens if span.pooling == "mean" else 1 for span in spans]
         return sums[rows] / torch.tensor(divisors, dtype=torch.float32, device=self._device)[:, None]
 

@@ -175,7 +175,7 @@ class PromptLogprobs:
             targets=targets,
             count=count,
             token_ids=torch.empty(shape, dtype=torch.int64, device=self._device),
-            logprobs=torch.empty(shape, device=self._device),
+            logprobs=torch.empty(shape, dtype=torch.float32, device=self._device),
             ranks=torch.empty_like(targets),
         )
 

@@ -94,7 +94,8 @@ class RowByRow:
         ]
         wanted = self._batch.metadata(rows).logprobs
         missing = SamplerOutput(
-            torch.zeros(1, dtype=torch.int64, device=logits.device), torch.ones(1, device=logits.device)
+            torch.zeros(1, dtype=torch.int64, device=logits.device),
+            torch.ones(1, dtype=torch.float32, device=logits.device),
         )
         parts = [missing if part is None else part for part in found]
         output = SamplerOutput(
@@ -119,7 +120,7 @@ def _joined(parts: Sequence[SamplerOutput], wanted: LogprobRows, device: torch.d
     follow."""
     shape = (len(wanted.positions), max(wanted.counts) + 1)
     token_ids = torch.zeros(shape, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(shape, device=device)
+    logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
     ranks = torch.zeros(shape[0], dtype=torch.int64, device=device)
     for place, position in enumerate(wanted.positions):
         own = parts[position].logprobs
