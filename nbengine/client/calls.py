@@ -329,7 +329,8 @@ def is_sleeping(caller: Caller) -> Arguments:
 def start_profile(
     caller: Caller, directory: str | None = None, *, max_steps: int = DEFAULT_PROFILE_STEPS
 ) -> Arguments:
-    """Record with torch's profiler what the workers compute, for at most `max_steps` steps.
+    """Record with torch's profiler what the workers compute, for at most `max_steps` steps and those that are
+    computed at once with the last of them.
 
     Args:
         directory: the trace's directory; None takes the engine argument `profile_dir`, else

@@ -20,7 +20,8 @@ class WorkerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     num_steps: int = 0
     """Steps with tokens since the start."""
     step_seconds: float = 0.0
-    """Time that the worker's part of the latest step took, waiting for other workers included."""
+    """Time that the worker's part of the latest step took, waiting for other workers included; of steps that were
+    computed at once each has an equal share."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -44,10 +44,11 @@ class WorkerRow:
         """Write whether the worker waits for others."""
         self._integers[_WAITS] = waits
 
-    def end_step(self, seconds: float) -> None:
-        """Count a step with tokens, and write how long the worker's part of it took."""
-        self._num_steps += 1
-        self._floats[_SECONDS] = seconds
+    def end_step(self, seconds: float, num_steps: int = 1) -> None:
+        """Count a step with tokens, or several that were computed at once, and write how long the worker's part of one
+        took; each of several has an equal share."""
+        self._num_steps += num_steps
+        self._floats[_SECONDS] = seconds / num_steps
         self._integers[_STEPS] = self._num_steps
 
 

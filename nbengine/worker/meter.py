@@ -29,13 +29,13 @@ class WorkerMeter:
         self._seconds = 0.0
         self._memory_due = 0.0
 
-    def ran(self, began: float, *, is_over: bool) -> None:
+    def ran(self, began: float, *, is_over: bool, num_steps: int = 1) -> None:
         """Count a part of a step with tokens that has run since `began` (`time.perf_counter()`); `is_over`:
-        it was the last part."""
+        it was the last part, of as many steps at once as `num_steps` says."""
         now = time.perf_counter()
         self._seconds += now - began
         if is_over:
-            self._row.end_step(self._seconds)
+            self._row.end_step(self._seconds, num_steps)
             self._seconds = 0.0
             if now >= self._memory_due:
                 self.measure_memory()

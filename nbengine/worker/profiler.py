@@ -73,8 +73,8 @@ class _CpuProfile:
 
 
 class WorkerProfiler:
-    """A profiler that records from its construction on, for at most `max_steps` steps, so that a profile that
-    nobody ends stays bounded in memory.
+    """A profiler that records from its construction on, for at most `max_steps` steps and those that are computed at
+    once with the last of them, so that a profile that nobody ends stays bounded in memory.
 
     Raises:
         UtilityError: nothing can be written to `directory`.
@@ -103,11 +103,16 @@ class WorkerProfiler:
         """Note that a step is about to be executed; after `max_steps` of them the recording ends."""
         if not self._is_recording:
             return
-        if self._num_steps == self._max_steps:
+        if self._num_steps >= self._max_steps:
             self._end()
         else:
             self._profile.step()
             self._num_steps += 1
+
+    def count_further(self, num_steps: int) -> None:
+        """Count the steps that were computed at once with the one that was begun last."""
+        if self._is_recording:
+            self._num_steps += num_steps
 
     def stop(self) -> ProfileReport:
         """Write the trace and return a report of it.

@@ -315,7 +315,11 @@ class Worker:
         """See `ModelRunner.sample_tokens`."""
         began = time.perf_counter()
         output = self.model_runner.sample_tokens(grammar_output)
-        self._meter.ran(began, is_over=True)
+        # Where the tokens come later, no step was computed together with others.
+        further = len(output.step_ends) if isinstance(output, ModelRunnerOutput) else 0
+        self._meter.ran(began, is_over=True, num_steps=1 + further)
+        if further and self._profiler is not None:
+            self._profiler.count_further(further)
         return output
 
     @property

@@ -129,6 +129,16 @@ def test_a_step_takes_as_long_as_its_parts_and_not_what_lies_between(clock: list
     assert (board.read()[0].num_steps, board.read()[0].step_seconds) == (2, 0.25)
 
 
+def test_steps_at_once_count_each_and_share_the_time(clock: list[float]) -> None:
+    board = WorkerBoard.private(1)
+    worker = WorkerMeter(board.row(0), torch.device("cpu"))
+    clock[0] = 103.5
+    worker.ran(100.0, is_over=False)
+    clock[0] = 104.5
+    worker.ran(104.0, is_over=True, num_steps=4)
+    assert (board.read()[0].num_steps, board.read()[0].step_seconds) == (4, 1.0)
+
+
 def test_memory_is_measured_at_most_once_a_second(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nbengine.config import EngineConfig
 from nbengine.errors import UtilityError
+from nbengine.scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from nbengine.worker.profiler import WorkerProfiler, _summary
 from nbengine.worker.worker import Worker
 
@@ -128,3 +130,21 @@ def test_a_worker_records_one_profile_at_a_time(tiny_config: EngineConfig, tmp_p
     with pytest.raises(UtilityError, match="stop_profile first"):
         worker.start_profile(str(tmp_path), 3)
     assert worker.stop_profile().num_steps == 0
+
+
+def test_a_worker_counts_each_of_the_steps_that_it_computes_at_once(
+    tiny_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(tiny_config)
+    worker.init_device()
+    answer = ModelRunnerOutput(["r"], [[1, 2, 3, 4]], step_ends=[1.0, 2.0, 3.0])
+    runner = SimpleNamespace(execute_model=lambda _: None, sample_tokens=lambda _: answer)
+    monkeypatch.setattr(worker, "model_runner", runner, raising=False)
+    worker.start_profile(str(tmp_path), 6)
+    plan = SchedulerOutput([], CachedRequestData(), {"r": 1}, 1, set(), num_steps=8)
+    for _ in range(3):
+        assert worker.execute_model(plan) is None
+        worker.sample_tokens()
+    assert worker.board.read()[0].num_steps == 12
+    # The third plan comes when the six steps have been recorded.
+    assert worker.stop_profile().num_steps == 8
