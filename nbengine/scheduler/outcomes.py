@@ -55,7 +55,8 @@ class RequestOutcomes(SchedulerState):
 
     def _count_further_steps(self, answer: ModelRunnerOutput) -> None:
         """Count the steps that have followed a planned one at once."""
-        further = max(map(len, answer.sampled_token_ids), default=1) - 1
+        # Not the tokens: requests with a fault have one less.
+        further = len(answer.step_ends)
         self.step_counter += further
         self._last_answered_step += further
 

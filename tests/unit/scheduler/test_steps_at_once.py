@@ -284,6 +284,7 @@ class PagedRun:
             ):
                 tokens += more
             self.sizes[-1] += 1
+        answer.step_ends = [0.0] * (self.sizes[-1] - 1)
         for outputs in self.scheduler.update_from_output(plan, answer).values():
             for output in outputs.outputs:
                 self.tokens[output.request_id] += output.new_token_ids
@@ -407,6 +408,26 @@ def test_nobody_loses_blocks_for_steps_at_once() -> None:
     side.step()
     assert side.step() == 4
     assert side.scheduler.num_preemptions == 0
+
+
+def test_steps_are_counted_by_their_ends_where_the_last_one_has_brought_no_token() -> None:
+    side = Side(MANY)
+    side.add("a", max_tokens=20)
+    side.step()
+    side.follow()
+    plan = side.plan()
+    ends = [side.clock(), side.clock()]
+    answer = ModelRunnerOutput(["a"], [[2, 3]], faults={"a": Fault.NOT_FINITE}, step_ends=ends)
+    side.hear(side.scheduler.update_from_output(plan, answer))
+    side.add("b", max_tokens=3)
+    following = side.plan()
+    assert following.step == plan.step + 3
+    side.hear(side.scheduler.update_from_output(following, ModelRunnerOutput(["b"], [[1]])))
+    batch = side.trace.take_batch(0.0, side.scheduler.make_stats())
+    assert side.mirror is not None
+    assert batch is not None
+    assert side.mirror.apply(over_the_wire(batch))
+    assert [step.step for step in side.mirror.steps] == list(range(plan.step, plan.step + 4))
 
 
 def test_a_fault_in_a_later_step_keeps_the_tokens_before_it() -> None:
