@@ -110,6 +110,7 @@ class RequestOutcomes(SchedulerState):
             if new_token_ids and request.num_output_tokens == len(new_token_ids):
                 self.meter.first_token(request, self.clock())
         if request.status is not before:
+            request.error = error or ""
             finish_reason = FINISH_REASONS[request.status]
             self._release(request, before)
             self.meter.ended(request, self.clock())

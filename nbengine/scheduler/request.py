@@ -70,6 +70,7 @@ class Request:
         "content_digests",
         "due_step",
         "eos_token_id",
+        "error",
         "events",
         "extra_keys",
         "first_step",
@@ -149,6 +150,8 @@ class Request:
         """Times on the scheduler's clock; `scheduled_at` is that of the first admission."""
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.error = ""
+        """The text that the client gets of one that has ended with an error."""
         self.has_stop_string = False
         """True if its client has found a stop string in the output, and ends it for that."""
         self.events: list[EngineCoreEvent] | None = None

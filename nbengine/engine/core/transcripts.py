@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbengine.checks import require
-from nbengine.ipc.messages import FinishReason, TranscriptMark
+from nbengine.ipc.messages import TranscriptMark
 from nbengine.ipc.peer_log import printable
 from nbengine.ipc.transcripts import TranscriptRecord, decoding_params, pack_tokens
-from nbengine.scheduler.request import FINISH_REASONS, Request
+from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from nbengine.scheduler.state import SchedulerState
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,8 @@ class TranscriptKeeper:
             record = self._record(request)
             if record is not None:
                 record.ended = now
-                record.cause = _cause(request, cause)
+                is_aborted = request.status is RequestStatus.FINISHED_ABORTED
+                record.cause = cause if is_aborted else request.error
                 self.store.add(record)
 
     def transcripts(self, session: str) -> list[TranscriptRecord]:
@@ -224,15 +225,6 @@ def cost_of(record: TranscriptRecord) -> int:
 
 def _key(record: TranscriptRecord) -> _Key:
     return record.mark.group, record.mark.index
-
-
-def _cause(request: Request, cause: str) -> str:
-    reason = FINISH_REASONS[request.status]
-    if reason is FinishReason.ABORT:
-        return cause
-    if reason is FinishReason.ERROR and request.grammar is not None:
-        return f"structured_outputs: {request.grammar.error}"
-    return ""
 
 
 def _check_session(session: object) -> None:

@@ -23,8 +23,10 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason, TranscriptMark
 from nbengine.ipc.transcripts import TranscriptRecord, decoding_params, pack_tokens, unpack_tokens
 from nbengine.sampling_params import PoolingParams, SamplingParams
+from nbengine.scheduler.output import Fault, ModelRunnerOutput
 from tests.unit.engine.test_core import add, make_core, run
 from tests.unit.engine.test_core_proc import Rig
+from tests.unit.scheduler.fake_grammar import FakeGrammar
 
 
 def make_record(session: str, group: str, index: int = 0, num_tokens: int = 3) -> TranscriptRecord:
@@ -195,6 +197,20 @@ def test_a_request_is_kept_however_it_ends_with_all_that_was_written() -> None:
     assert core.scheduler.ended_for_transcripts == []
     run(core)
     assert len(listed(core)) == 5
+
+
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_the_cause_of_a_failed_request_is_what_its_client_was_told(has_grammar: bool) -> None:
+    core = make_core()
+    add_marked(core, "r", 10)
+    step(core, 1)
+    if has_grammar:
+        core.scheduler.requests["r"].grammar = FakeGrammar(5)
+    plan = core.scheduler.schedule()
+    answer = ModelRunnerOutput(["r"], [[]], faults={"r": Fault.NOT_FINITE})
+    (output,) = core.scheduler.update_from_output(plan, answer)[1].outputs
+    assert "NaN" in str(output.error)
+    assert listed(core) == {"r": ([11], FinishReason.ERROR, output.error)}
 
 
 def test_a_record_says_what_was_asked_when_and_by_whom() -> None:
