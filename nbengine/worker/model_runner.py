@@ -211,12 +211,19 @@ class ModelRunner:
         if not DecodeGraphs.cover(self._model):
             self._graphs = self._decodes = None
 
+    @property
+    def has_kv_cache(self) -> bool:
+        """Tell whether the KV cache is allocated."""
+        return bool(self._kv_caches)
+
     def restore_kv_cache(self) -> None:
-        """Allocate an empty KV cache of the same size again.
+        """Allocate an empty KV cache of the same size again, unless it is there.
 
         Raises:
             EngineStartError: the allocation failed.
         """
+        if self.has_kv_cache:
+            return
         self._kv_caches = self._new_kv_caches(self._num_blocks, self._num_slots)
         self._take_kv_pages()
 

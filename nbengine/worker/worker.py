@@ -252,12 +252,15 @@ class Worker:
         self._meter.measure_memory()
 
     def check_wake_up(self, tag: str) -> None:
-        """Check that there is memory for what `wake_up` restores.
+        """Check that there is memory for what `wake_up` restores; a worker that could not fall asleep with the others
+        has it.
 
         Raises:
             EngineStartError: there is not enough memory any more.
         """
         if tag == "kv_cache":
+            if isinstance(self.model_runner, ModelRunner) and self.model_runner.has_kv_cache:
+                return
             # The requests still hold the memory for which they have asked beside the cache.
             self._check_kv_cache(self._num_blocks, self._num_slots, 0)
         elif missing := self._sleep.num_missing_bytes:
@@ -266,7 +269,7 @@ class Worker:
             check_weights_fit(self.config.model.model, missing, free_memory(self.device), footprint.place)
 
     def wake_up(self, tag: str) -> None:
-        """Restore the "weights" or the "kv_cache", which is empty then; weights first.
+        """Restore the "weights" or the "kv_cache", which is empty then; weights first. What is there stays.
 
         Raises:
             EngineStartError: the KV cache cannot be allocated any more.

@@ -192,9 +192,17 @@ class EngineControl:
         if level <= self._sleep_level:
             return
         self._clear_cache()
-        self._executor.collective_rpc("sleep", (level,))
-        self._sleep_level = level
+        before, self._sleep_level = self._sleep_level, level
         self._given_back = set(SLEEP_TAGS)
+        try:
+            self._executor.collective_rpc("sleep", (level,))
+        except Exception:
+            # Some workers may have fallen asleep, and the model needs all of them.
+            if before:
+                self._sleep_level = before
+            else:
+                self._wake_up(SLEEP_TAGS)
+            raise
 
     def _wake_up(self, tags: Sequence[str]) -> None:
         for tag in SLEEP_TAGS:

@@ -93,6 +93,8 @@ class FakeExecutor(Executor):
             self.num_blocks, _ = args
         if method == "sleep":
             self.given_back = {"weights", "kv_cache"}
+            if "fail_sleep" in self.knobs:
+                raise RuntimeError(self.knobs["fail_sleep"])
         if method == "wake_up":
             if "fail_wake_up" in self.knobs:
                 raise EngineStartError(self.knobs["fail_wake_up"])

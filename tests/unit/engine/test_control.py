@@ -278,6 +278,30 @@ def test_the_latest_call_decides_whether_requests_wait_for_a_sleeping_engine() -
     assert rig.tokens["a"] == counting(10, 4)
 
 
+def test_an_engine_of_which_one_worker_cannot_fall_asleep_is_awake_as_a_whole() -> None:
+    rig = Rig(make_config({"fail_sleep": "worker 1 has no memory"}))
+    rig.add("a", 10)
+    with pytest.raises(RuntimeError, match="no memory"):
+        rig.call("sleep", 1, "keep")
+    assert not rig.call("is_sleeping")
+    assert rig.core.model_executor.given_back == set()
+    rig.run()
+    assert rig.tokens["a"] == counting(10, 4)
+
+
+def test_an_engine_that_fails_to_sleep_more_deeply_sleeps_on_and_wakes_up() -> None:
+    rig = Rig()
+    rig.call("sleep", 1)
+    rig.call("wake_up", ["weights"])
+    rig.core.model_executor.knobs["fail_sleep"] = "no"
+    with pytest.raises(RuntimeError, match="no"):
+        rig.call("sleep", 2)
+    assert rig.core.stats().sleep_level == 1
+    rig.call("wake_up")
+    assert not rig.call("is_sleeping")
+    assert rig.core.model_executor.given_back == set()
+
+
 def test_an_engine_that_cannot_wake_up_sleeps_on() -> None:
     rig = Rig(make_config({"fail_wake_up": "no memory"}))
     rig.call("sleep")

@@ -77,6 +77,17 @@ def test_memory_that_others_have_taken_is_an_error_and_can_be_tried_again(
     assert same(contents(worker), before)
 
 
+def test_a_worker_that_could_not_fall_asleep_wakes_up_with_what_it_has(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = list(worker.model_runner._kv_caches)
+    monkeypatch.setattr(budget_module, "available_host_memory", lambda: 100)
+    for tag in ("weights", "kv_cache"):
+        worker.check_wake_up(tag)
+        worker.wake_up(tag)
+    assert list(map(id, worker.model_runner._kv_caches)) == list(map(id, caches))
+
+
 def test_files_that_have_changed_are_an_error_and_can_be_put_back(worker: Worker, tmp_path: Path) -> None:
     before = contents(worker)
     worker.sleep(2)
