@@ -92,7 +92,11 @@ class PromptLogprobs:
         self._gatherings: dict[str, _Gathering] = {}
 
     def update(self, plan: SchedulerOutput) -> None:
-        """Begin with the new requests that want log probabilities, and forget those that have ended."""
+        """Forget the requests that have ended, then begin with the new ones that want log probabilities: one may have
+        the id of another that has ended."""
+        if self._gatherings:
+            for req_id in plan.finished_req_ids:
+                self._gatherings.pop(req_id, None)
         for new in plan.scheduled_new_reqs:
             params = new.sampling_params
             if params is not None and params.prompt_logprobs is not None:
@@ -101,9 +105,6 @@ class PromptLogprobs:
                 if attempt.failed:
                     self._gatherings.pop(new.req_id, None)
                     self._allocations.starve([new.req_id])
-        if self._gatherings:
-            for req_id in plan.finished_req_ids:
-                self._gatherings.pop(req_id, None)
 
     def collect(self, plan: SchedulerOutput, req_ids: Sequence[str], hidden: Tensor) -> list[str]:
         """Take in what a step computed.

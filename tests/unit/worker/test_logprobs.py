@@ -124,3 +124,16 @@ def test_an_aborted_prompt_is_forgotten(new_runner: Callable) -> None:
     runner.sample_tokens()
     runner.execute_model(SchedulerOutput([], CachedRequestData(), {}, 0, {"a"}))
     assert not runner._prompt_logprobs._gatherings
+
+
+def test_an_id_that_is_used_again_gets_the_log_probabilities_of_its_own_prompt(
+    new_runner: Callable, oracle: Callable
+) -> None:
+    runner, params = new_runner(), SamplingParams(temperature=0, prompt_logprobs=2)
+    first, second = (random_prompt(Random(seed), 9) for seed in (1, 2))
+    begun = NewRequestData("a", first, params, [0, 1, 2], 0)
+    runner.execute_model(SchedulerOutput([begun], CachedRequestData(), {"a": 4}, 4, set(), set(), {"a"}))
+    runner.sample_tokens()
+    again = NewRequestData("a", second, params, [3, 4, 5], 0)
+    runner.execute_model(SchedulerOutput([again], CachedRequestData(), {"a": 9}, 9, {"a"}))
+    check(oracle(second)[:-1], second[1:], 2, runner.sample_tokens().prompt_logprobs["a"])
