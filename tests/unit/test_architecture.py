@@ -102,7 +102,7 @@ ONLY = {"kernels": ("errors", "units")}
 """The kernels can be taken out and used alone."""
 
 STATE_DTYPES = ("kernels/cpu", "nbengine/models/prepared", "nbengine/sampling", "nbengine/worker/batch")
-"""What their tensors hold is read and written at its address, whatever torch's default dtype is in a notebook."""
+"""The kernels read and write at the addresses of their tensors, whatever torch's default dtype is in a notebook."""
 MAKERS = {"empty", "empty_strided", "full", "ones", "tensor", "zeros"}
 
 

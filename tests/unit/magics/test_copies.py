@@ -157,6 +157,7 @@ def test_outputs_of_scripts_are_data(copied: Copy) -> None:
 
 
 ERRORS = {
+    "RefusedArgumentError": ("prompt", "text"),
     "RequestLostError": (1, "lost"),
     "ProtocolMismatchError": ("other", 3),
     "InvalidArgumentError": ("n", 1, "2"),
