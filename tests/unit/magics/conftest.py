@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import tempfile
@@ -36,6 +37,7 @@ from nbengine.ipc.control_messages import EngineReady, HistoryPage, Progress, Re
 from nbengine.ipc.liveness import this_process
 from nbengine.ipc.utilities import QueuePlace
 from nbengine.magics.extension import load, unload
+from nbengine.magics.generation.background import Background
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nbengine.runtime.connection import (
@@ -424,6 +426,21 @@ class RecordingPublisher(DisplayPublisher):
                 lambda: any(text in data.get("text/plain", "") for _, data, _ in self.messages), timeout
             )
         assert found, f"{text!r} never appeared"
+
+
+async def _is_left(background: Background) -> bool:
+    # One that has ended is still to be taken from the set.
+    return bool(background._tasks) and bool((await asyncio.wait(list(background._tasks), timeout=10))[1])
+
+
+@pytest.fixture(autouse=True)
+def no_stream_is_left() -> Iterator[None]:
+    """A stream of the background that a test leaves would look at its engine in the tests that follow."""
+    yield
+    background = Background._shared
+    if background is not None:
+        is_left = asyncio.run_coroutine_threadsafe(_is_left(background), background._thread.loop)
+        assert not is_left.result(60), "the test leaves a stream in the background"
 
 
 @pytest.fixture

@@ -305,6 +305,8 @@ def test_a_branch_of_an_answer_with_a_budget_of_thinking_knows_where_that_ends()
     marks = ReasoningMarks(endings=("</t>",), closing="</t>")
     tree, client = tree_of(WORDS, params=SamplingParams(temperature=0, logprobs=3, thinking_budget=4))
     tree.origin = replace(tree.origin, reasoning=marks)
-    tree.branch(3, " Lyon")
+    branch = tree.branch(3, " Lyon")
     assert client.requests[0][0] == {"prompt_token_ids": PROMPT, "reasoning": marks}
     assert client.requests[0][1].thinking_budget == 4
+    branch.cancel()
+    branch.result(60)
