@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -175,20 +175,11 @@ class CpuKernels:
         group = query.shape[1] // kv_heads
         compiled = self._compiled(head_dim, group, block_size, Features.of(options))
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        self._attend(compiled, query, kv_cache, kv_heads, metadata, options, output)
+        self._attend(self.launches(compiled, query, kv_cache, kv_heads, metadata, options, output))
         return output
 
-    def _attend(
-        self,
-        compiled: AttentionKernels,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        kv_heads: int,
-        metadata: AttentionMetadata,
-        options: AttentionOptions,
-        output: torch.Tensor,
-    ) -> None:
-        for launch in self.launches(compiled, query, kv_cache, kv_heads, metadata, options, output):
+    def _attend(self, launches: Iterable[Launch]) -> None:
+        for launch in launches:
             self._run(launch.function, launch.address, launch.threads)
 
     def launches(
@@ -255,7 +246,7 @@ class CpuKernels:
         compiled = self._compiled(width, group, block_size, PLAIN, options.rank)
         output = query.new_empty(count, heads, options.rank)
         plain = AttentionOptions(options.scale)
-        self._attend(compiled, query, cache, heads // group, metadata, plain, output)
+        self._attend(self.launches(compiled, query, cache, heads // group, metadata, plain, output))
         return output
 
     def functions(
