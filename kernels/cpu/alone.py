@@ -1,4 +1,5 @@
-"""A call of a compiled function in a process of its own, which alone ends if the function is an illegal one.
+"""A call of a compiled function in a process of its own, which alone ends if the function is an illegal one, or does not
+come to its end.
 
 The process shares this one's memory, as one between `vfork` and `exec` does, and the calling thread waits for its
 end: that takes a fraction of a millisecond, where to copy a process that has loaded torch takes ten.
@@ -26,18 +27,31 @@ _SHARE_MEMORY, _WAIT_FOR_ITS_END = 0x100, 0x4000
 _NO_SIGNAL_AT_ITS_END = 0x40000000
 """`__WALL`, to wait for a process that is no ordinary child: nobody else waits for it, and no SIGCHLD comes of it."""
 _STACK_BYTES = 1 << 20
-_FATAL = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP)
+_FATAL = (
+    *(signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP),
+    signal.SIGVTALRM,  # The time is over.
+)
+_SECONDS = 10
+"""Processor time that a function may take; a trial takes milliseconds, and a busy machine does not count."""
 
 
 class _AloneArguments(ctypes.Structure):
-    """The function and its argument, the addresses of `signal` and `_exit`, and whether the function has returned."""
+    """The function and its argument, the addresses of `signal`, `setitimer` and `_exit`, the time that a timer repeats
+    itself after and that it ends at, each in seconds and millionths of them, and whether the function has returned."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("function", "argument", "signal", "exit", "done")]
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("function", "argument", "signal", "setitimer", "exit"),
+            *("again", "again_millionths", "limit", "limit_millionths"),
+            "done",
+        )
+    ]
 
 
-def returns_alone(function: Function, arguments: ctypes.Structure) -> bool:
-    """Call a function in a process of its own; return whether it returned. Where there is no such process, it is called
-    here."""
+def returns_alone(function: Function, arguments: ctypes.Structure, seconds: float = _SECONDS) -> bool:
+    """Call a function in a process of its own; return whether it returned, within some seconds of processor time. Where
+    there is no such process, it is called here."""
     clone = _clone()
     if clone is None:
         function.call(ctypes.addressof(arguments))
@@ -46,7 +60,10 @@ def returns_alone(function: Function, arguments: ctypes.Structure) -> bool:
         function=function.address,
         argument=ctypes.addressof(arguments),
         signal=address_of("signal"),
+        setitimer=address_of("setitimer"),
         exit=address_of("_exit"),
+        limit=int(seconds),
+        limit_millionths=int(seconds % 1 * 1e6),
     )
     with mmap.mmap(-1, _STACK_BYTES) as stack:
         top = ctypes.addressof(ctypes.c_char.from_buffer(stack)) + _STACK_BYTES
@@ -92,5 +109,7 @@ def _call_alone(code: Code, args: Int) -> None:
     # Left to the system, these signals would write the memory to a file, and older kernels end all who share it.
     for number in _FATAL:
         code.call_address(get("signal"), code.integer(int(number)), get("exit"))
+    timer, nothing = code.integer(int(signal.ITIMER_VIRTUAL)), code.integer(0)
+    code.call_address(get("setitimer"), timer, args + _AloneArguments.again.offset, nothing)
     code.call_address(get("function"), get("argument"))
     code.store_int(code.integer(1), args + _AloneArguments.done.offset)

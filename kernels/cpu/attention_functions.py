@@ -7,7 +7,7 @@ from functools import cache
 
 from llvmlite import ir
 
-from nbengine.kernels.cpu.codegen import Element
+from nbengine.kernels.cpu.codegen import MAX_LANES, Element
 from nbengine.kernels.cpu.jit import Function, Processor
 from nbengine.kernels.cpu.layout import (
     DECODE_PART,
@@ -18,6 +18,7 @@ from nbengine.kernels.cpu.layout import (
     Features,
 )
 from nbengine.kernels.cpu.paged_attention import define_attention
+from nbengine.kernels.cpu.pairs import multiplies_pairs
 from nbengine.kernels.cpu.trials import compile_tried
 from nbengine.kernels.cpu.write_kv import define_write_kv, define_write_latent
 
@@ -59,9 +60,12 @@ def compile_attention(
         tile = min(tiles, key=lambda tile: (-(-group // tile) * tile, -tile))
         tokens = max(1, _PREFILL_ROWS // group)
         kinds = (head_dim, group, block_size, element, row_element)
+        are_whole = head_dim % MAX_LANES == block_size % MAX_LANES == 0
+        has_pairs = element is Element.BFLOAT16 and not rank and are_whole and multiplies_pairs(processor)
+        more = budget, features, rank, has_pairs
         return (
-            AttentionShape(*kinds, tile, 1, DECODE_PART, budget, features, rank),
-            AttentionShape(*kinds, _PREFILL_TILE, tokens, PREFILL_PART, budget, features, rank),
+            AttentionShape(*kinds, tile, 1, DECODE_PART, *more),
+            AttentionShape(*kinds, _PREFILL_TILE, tokens, PREFILL_PART, *more),
         )
 
     functions, shapes = compile_tried(_define_attention, ["decode", "prefill"], choose, try_attention)

@@ -41,14 +41,20 @@ def joined_sum(shrink: Vector, before: Vector, growth: Vector, more: Vector) -> 
 
 @dataclass(frozen=True)
 class State:
-    """The state of an item on a thread's stack: `[rows]` queries, sums, maxima, totals, and a tile of
-    scores."""
+    """The state of an item on a thread's stack: a chunk's keys and values in pairs, `[rows]` queries, sums, maxima,
+    totals, and a tile of scores."""
 
     shape: AttentionShape
     base: Int
 
+    def keys(self, token: Int) -> Int:
+        return self.base + token * self.shape.head_bytes
+
+    def values(self, token: Int) -> Int:
+        return self.base + self.shape.packed_bytes + token * self.shape.head_bytes
+
     def query(self, row: Int | int) -> Int:
-        return self.base + row * self.shape.row_bytes
+        return self.base + 2 * self.shape.packed_bytes + row * self.shape.row_bytes
 
     def sums(self, row: Int | int) -> Int:
         return self.query(self.shape.rows) + row * self.shape.sum_bytes
@@ -71,7 +77,8 @@ class State:
     @staticmethod
     def nbytes(shape: AttentionShape) -> int:
         per_tile_row = (CHUNK + 2) * FLOAT
-        return shape.rows * (shape.row_bytes + shape.sum_bytes + 2 * FLOAT) + shape.tile * per_tile_row
+        rows = shape.rows * (shape.row_bytes + shape.sum_bytes + 2 * FLOAT)
+        return 2 * shape.packed_bytes + rows + shape.tile * per_tile_row
 
 
 def define_begin(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
@@ -85,12 +92,14 @@ def define_begin(module: ir.Module, shape: AttentionShape, name: str) -> ir.Func
             target = state.query(token * shape.group + head)
             for column, lanes in shape.columns():
                 value = code.load(source + column * shape.row_element.size, lanes, shape.row_element)
-                code.store(value * factor.splat(lanes), target + column * FLOAT)
+                code.store(value * factor.splat(lanes), target + column * shape.factor.size, shape.factor)
         rows = tokens * shape.group
         padded = (rows + (shape.tile - 1)) // shape.tile * shape.tile
         with code.loop(rows, padded) as row:
             for column, lanes in shape.columns():
-                code.store(code.constant(0.0, lanes), state.query(row) + column * FLOAT)
+                code.store(
+                    code.constant(0.0, lanes), state.query(row) + column * shape.factor.size, shape.factor
+                )
         with code.loop(0, padded) as row:
             for column, lanes in shape.value_columns():
                 code.store(code.constant(0.0, lanes), state.sums(row) + column * FLOAT)

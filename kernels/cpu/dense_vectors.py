@@ -12,8 +12,9 @@ from enum import Enum
 
 from llvmlite import ir
 
-from nbengine.kernels.cpu.codegen import MAX_LANES, Accumulator, CacheLevel, Code, Int, Vector, declare
+from nbengine.kernels.cpu.codegen import MAX_LANES, Accumulator, CacheLevel, Code, Int, Vector
 from nbengine.kernels.cpu.dense_parts import ROW_GROUP, DenseKind, Frame, Instructions
+from nbengine.kernels.cpu.pairs import add_products
 from nbengine.kernels.cpu.shuffles import fold
 
 _AHEAD = 4096
@@ -167,10 +168,7 @@ class _Product:
         b = self.frame.code.builder
         if self.frame.kind.instructions is Instructions.WIDENED:
             return Vector(b, factor).times_plus(Vector(b, other), total)
-        kind = total.ir.type
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        function = declare(b.module, name, ir.FunctionType(kind, (kind, factor.type, factor.type)))
-        return Vector(b, b.call(function, (total.ir, factor, other)))
+        return add_products(total, factor, other)
 
 
 def _lay_out(frame: Frame, number: Int) -> None:

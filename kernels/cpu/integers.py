@@ -28,17 +28,20 @@ class QuadProduct(Enum):
     VNNI_256 = "AVX VNNI"
     AVX2 = "AVX2"
     I8MM = "Arm i8mm"
+    DOTPROD = "Arm dotprod"
     PORTABLE = "portable"
 
     @property
     def lanes(self) -> int:
         """Return the words of the vectors in which products are computed: those of a register."""
-        return {QuadProduct.VNNI_256: 8, QuadProduct.AVX2: 8, QuadProduct.I8MM: 4}.get(self, LANES)
+        return _REGISTERS.get(self, LANES)
 
     def centre(self, largest: int) -> int:
-        """Return what is to be taken from unsigned bytes up to `largest` before they are multiplied: with AVX2, whose
-        sums of two products have 16 bits, more than seven bits need a sign."""
-        return 128 if self is QuadProduct.AVX2 and largest > _LARGEST_SIGNED else 0
+        """Return what is to be taken from unsigned bytes up to `largest` before they are multiplied: more than seven
+        bits need a sign with AVX2, whose sums of two products have 16 bits, and with Arm's `sdot`, which multiplies
+        signed bytes alone."""
+        is_signed = self in (QuadProduct.AVX2, QuadProduct.DOTPROD)
+        return 128 if is_signed and largest > _LARGEST_SIGNED else 0
 
     @classmethod
     def best(cls, processor: Processor) -> QuadProduct:
@@ -50,7 +53,13 @@ class QuadProduct(Enum):
             return cls.VNNI_256
         if has("avx2"):
             return cls.AVX2
-        return cls.I8MM if has("i8mm") else cls.PORTABLE
+        if has("i8mm"):
+            return cls.I8MM
+        return cls.DOTPROD if has("dotprod") else cls.PORTABLE
+
+
+_REGISTERS = {QuadProduct.VNNI_256: 8, QuadProduct.AVX2: 8, QuadProduct.I8MM: 4, QuadProduct.DOTPROD: 4}
+"""The words of a register, where they are not `LANES`."""
 
 
 def words(value: int, lanes: int = LANES) -> ir.Constant:
@@ -156,9 +165,10 @@ def _add_quad_product(
         return _intrinsic(code, "llvm.x86.avx512.vpdpbusd.512", sums.type, (sums, unsigned, signed))
     if kind is QuadProduct.VNNI_256:
         return _intrinsic(code, "llvm.x86.avx512.vpdpbusd.256", sums.type, (sums, unsigned, signed))
-    if kind is QuadProduct.I8MM:
+    if kind in (QuadProduct.I8MM, QuadProduct.DOTPROD):
         bytes_ = [code.builder.bitcast(each, ir.VectorType(_I8, 16)) for each in (unsigned, signed)]
-        return _intrinsic(code, "llvm.aarch64.neon.usdot.v4i32.v16i8", sums.type, (sums, *bytes_))
+        name = "usdot" if kind is QuadProduct.I8MM else "sdot"
+        return _intrinsic(code, f"llvm.aarch64.neon.{name}.v4i32.v16i8", sums.type, (sums, *bytes_))
     return _portable(code, sums, unsigned, signed)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.cpu.codegen import MAX_LANES, Element
+from nbengine.kernels.cpu.pairs import PAIR
 from nbengine.kernels.kv_cache import SCALE_BYTES, int8_head_width
 
 CHUNK = 128
@@ -111,6 +112,8 @@ class AttentionShape:
     accumulators: int
     features: Features = PLAIN
     rank: int = 0
+    has_pairs: bool = False
+    """Scores and sums are products of pairs of bfloat16, to which queries and weights are rounded."""
 
     @property
     def value_dim(self) -> int:
@@ -132,7 +135,28 @@ class AttentionShape:
     def chains(self) -> int:
         """Return the number of sums that make up a score. It hides the latency of a multiply-add and must not depend
         on the tile, since a score has the same bits in tiles of any size."""
-        return min(self.unroll, max(1, self.accumulators // MAX_TILE))
+        return min(self.unroll // self.step, max(1, self.accumulators // MAX_TILE))
+
+    @property
+    def step(self) -> int:
+        """Return the channels of a score, or the tokens of a sum, that are multiplied at a time."""
+        return PAIR if self.has_pairs else 1
+
+    @property
+    def packs(self) -> bool:
+        """Return whether an item pairs the keys and values of a chunk before all of its rows are multiplied with
+        them."""
+        return self.has_pairs and not self.fetches_ahead
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of the keys (or the values) of a chunk in pairs."""
+        return CHUNK * self.head_bytes if self.packs else 0
+
+    @property
+    def factor(self) -> Element:
+        """Return the type in which queries and weights are multiplied with keys and values."""
+        return Element.BFLOAT16 if self.has_pairs else Element.FLOAT32
 
     @property
     def rows(self) -> int:
@@ -171,8 +195,8 @@ class AttentionShape:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row of queries in float32."""
-        return self.head_dim * FLOAT
+        """Return the bytes of one row of queries as they are multiplied."""
+        return self.head_dim * self.factor.size
 
     @property
     def sum_bytes(self) -> int:

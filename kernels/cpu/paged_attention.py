@@ -11,7 +11,7 @@ ranges leaves a partial result for each; the thread that finishes last joins the
 online one of FlashAttention (Dao et al., 2022), the partial results are those of Flash-Decoding (Dao et al., 2023).
 
 A row's result has the same bits in every batch, cut in any way: the order of its sums depends on the model's shape and
-the processor alone. A score is the same chain of multiply-adds in tiles of any size. The softmax of each
+the processor alone. A score is the same chain of multiply-adds in tiles of any size, of numbers or of pairs. The softmax of each
 chunk of `DECODE_PART` cached tokens stands by itself, with its own maximum, and is joined to those before it; the
 chunks of each `PREFILL_PART`, counted from the cache's beginning, make one state, which is joined to those before it.
 An item of decode is such a chunk, one of prefill such a part, and both take the same steps. Chunks that a row does not
@@ -20,11 +20,14 @@ see change no bit of it.
 
 from __future__ import annotations
 
-from functools import reduce
-from itertools import chain
-
 from llvmlite import ir
 
+from nbengine.kernels.cpu.attention_products import (
+    define_accumulate,
+    define_pack,
+    define_score,
+    define_score_of_latents,
+)
 from nbengine.kernels.cpu.attention_rule import capped, first_seen_by, sinks_of
 from nbengine.kernels.cpu.attention_state import (
     LOWEST,
@@ -36,110 +39,19 @@ from nbengine.kernels.cpu.attention_state import (
     joined_sum,
     joined_to,
 )
-from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Int, Vector, define
+from nbengine.kernels.cpu.codegen import Code, Int, Vector, define
 from nbengine.kernels.cpu.layout import CHUNK, FLOAT, PLAIN, AttentionArguments, AttentionShape, Work
-from nbengine.kernels.cpu.scales import define_scale_weights, scale_at
+from nbengine.kernels.cpu.pairs import narrowed
+from nbengine.kernels.cpu.scales import define_scale_weights
 
 MASKED = -2e30
 """The score of a token that must not be seen: below `nbengine.kernels.cpu.attention_state.LOWEST`, so that its weight is 0 whatever the
 maximum."""
 
-_CACHE_LINE = 64
-
-
-def _define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
-    """Define score(scores, query, keys, values, table, stride, start, end), for a tile of rows:
-
-    scores[r, t - start] = query[r] . key(t) for start <= t < end, in whole vectors of tokens. key(t) is
-    column t % block_size of the block at keys + table[t // block_size] * stride. Where it pays, the function
-    fetches the values of the same tokens and the next keys meanwhile: the processor cannot guess where the
-    next block lies.
-    """
-    tile, block, size, lanes = shape.tile, shape.block_size, shape.element.size, shape.lanes
-    key_step, group_bytes, unroll, chains = block * size, lanes * size, shape.unroll, shape.chains
-
-    def fetch(code: Code, values: Int, next_keys: Int, channel: Int) -> None:
-        for line in range(0, unroll * group_bytes, _CACHE_LINE):
-            code.prefetch(values + channel * group_bytes + line)
-        for line in range(0, unroll * key_step, max(key_step, _CACHE_LINE)):
-            code.prefetch(next_keys + channel * key_step + line)
-
-    def body(
-        code: Code,
-        scores: Int,
-        query: Int,
-        keys: Int,
-        values: Int,
-        table: Int,
-        stride: Int,
-        start: Int,
-        end: Int,
-    ) -> None:
-        def block_at(token: Int) -> Int:
-            return code.load_int(table + token // block * 4, 4) * stride
-
-        sums = [[code.accumulator(code.constant(0.0, lanes)) for _ in range(tile)] for _ in range(chains)]
-        with code.loop(start, end, lanes) as token:
-            for cell in chain.from_iterable(sums):
-                cell.set(code.constant(0.0, lanes))
-            here, following = block_at(token), (token + lanes).at_most(end - 1)
-            first_keys = keys + here + token % block * size
-            first_values = values + here + token % block * shape.head_bytes
-            next_keys = keys + block_at(following) + following % block * size
-            if shape.scales_at is not None and shape.fetches_ahead:
-                code.prefetch(scale_at(shape, values + here, token))
-                code.prefetch(scale_at(shape, keys + block_at(following), following))
-            with code.loop(0, code.integer(shape.head_dim), unroll) as channel:
-                if shape.fetches_ahead:
-                    fetch(code, first_values, next_keys, channel)
-                for i in range(unroll):
-                    key = code.load(first_keys + (channel + i) * key_step, lanes, shape.element)
-                    for r in range(tile):
-                        factor = code.load(query + channel * FLOAT + r * shape.row_bytes + i * FLOAT)
-                        cell = sums[i % chains][r]
-                        cell.set(factor.splat(lanes).times_plus(key, cell.get()))
-            for r in range(tile):
-                total = reduce(Vector.__add__, (row[r].get() for row in sums))
-                if shape.scales_at is not None:
-                    total = total * code.load(scale_at(shape, keys + here, token), lanes)
-                code.store(total, scores + (token - start) * FLOAT + r * (CHUNK * FLOAT))
-
-    return define(module, f"{name}_score", 8, body)
-
-
-def _define_score_of_latents(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
-    """Define what `_define_score` does where key(t) is row t % block_size of its block."""
-    tile, block = shape.tile, shape.block_size
-    whole = shape.head_dim // MAX_LANES * MAX_LANES
-
-    def body(
-        code: Code, scores: Int, query: Int, keys: Int, _: Int, table: Int, stride: Int, start: Int, end: Int
-    ) -> None:
-        sums = [code.accumulator(code.constant(0.0, MAX_LANES)) for _ in range(tile)]
-        with code.loop(start, end) as token:
-            for cell in sums:
-                cell.set(code.constant(0.0, MAX_LANES))
-            number = code.load_int(table + token // block * 4, 4)
-            key = keys + number * stride + token % block * shape.head_bytes
-            with code.loop(0, code.integer(whole), MAX_LANES) as channel:
-                numbers = code.load(key + channel * shape.element.size, MAX_LANES, shape.element)
-                for r, cell in enumerate(sums):
-                    factor = code.load(query + channel * FLOAT + r * shape.row_bytes, MAX_LANES)
-                    cell.set(factor.times_plus(numbers, cell.get()))
-            for r, cell in enumerate(sums):
-                total, row = cell.get().reduce(Vector.__add__), query + r * shape.row_bytes
-                for column, lanes in shape.columns()[whole // MAX_LANES :]:
-                    numbers = code.load(key + column * shape.element.size, lanes, shape.element)
-                    product = numbers * code.load(row + column * FLOAT, lanes)
-                    total = total + product.reduce(Vector.__add__)
-                code.store(total, scores + (token - start) * FLOAT + r * (CHUNK * FLOAT))
-
-    return define(module, f"{name}_score", 8, body)
-
 
 def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
     """Define softmax(scores, count, visible, maximum, total, decay): turn a row of scores (base 2) of one chunk into
-    weights.
+    weights, which are narrower where they are multiplied in pairs.
 
     Of `count` scores the first `visible` count. The weights are those of the chunk by itself. The function updates the
     row's running maximum and total in place and stores at `decay` the factor for the earlier sums, and behind those of
@@ -175,7 +87,10 @@ def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.F
         with code.loop(0, count, lanes) as position:
             place = scores + position * FLOAT
             weight = code.exp2(code.load(place, lanes) - peak.splat(lanes))
-            code.store(weight, place)
+            if shape.has_pairs:
+                code.store_lanes(narrowed(weight), scores + position * shape.factor.size)
+            else:
+                code.store(weight, place)
             weights.set(weights.get() + weight)
         joined = joined_to(code, code.load(maximum), peak)
         code.store(joined.peak, maximum)
@@ -189,53 +104,6 @@ def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.F
     return define(module, f"{name}_softmax", 6 if features == PLAIN else 8, body)
 
 
-def _define_accumulate(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
-    """Define accumulate(sums, decay, weights, table, values, stride, start, end), for a tile of rows:
-
-    sums[r] = decay[r] * sums[r] + growth[r] * sum over start <= t < end of weights[r, t - start] * value(t), where
-    value(t) is row t % block_size of the block at values + table[t // block_size] * stride, and growth is behind decay.
-    """
-    tile, block, element = shape.tile, shape.block_size, shape.element
-    step, columns = max(1, shape.accumulators // tile), shape.value_columns()
-    parts = [columns[i : i + step] for i in range(0, len(columns), step)]
-
-    def body(
-        code: Code,
-        sums: Int,
-        decay: Int,
-        weights: Int,
-        table: Int,
-        values: Int,
-        stride: Int,
-        start: Int,
-        end: Int,
-    ) -> None:
-        for part in parts:
-            cells = {
-                (r, column): code.accumulator(code.constant(0.0, lanes))
-                for r in range(tile)
-                for column, lanes in part
-            }
-            with code.loop(start, end) as token:
-                number = code.load_int(table + token // block * 4, 4)
-                row = values + number * stride + token % block * shape.head_bytes
-                weight = weights + (token - start) * FLOAT
-                loaded = [(c, code.load(row + c * element.size, lanes, element)) for c, lanes in part]
-                for r in range(tile):
-                    factor = code.load(weight + r * (CHUNK * FLOAT))
-                    for column, value in loaded:
-                        cell = cells[r, column]
-                        cell.set(factor.splat(value.lanes).times_plus(value, cell.get()))
-            for r in range(tile):
-                shrink, growth = (code.load(decay + (r + behind) * FLOAT) for behind in (0, tile))
-                for column, lanes in part:
-                    place = sums + r * shape.sum_bytes + column * FLOAT
-                    old, chunk = code.load(place, lanes), cells[r, column].get()
-                    code.store(joined_sum(shrink.splat(lanes), old, growth.splat(lanes), chunk), place)
-
-    return define(module, f"{name}_accumulate", 8, body)
-
-
 def _define_visit(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
     """Define visit(state, keys, values, table, stride, visible, start, end, rows): attend to tokens start <=
     t < end.
@@ -245,10 +113,11 @@ def _define_visit(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
     `AttentionArguments`.
     """
     tile, features = shape.tile, shape.features
-    score = (_define_score_of_latents if shape.rank else _define_score)(module, shape, name)
+    score = (define_score_of_latents if shape.rank else define_score)(module, shape, name)
     softmax = _define_softmax(module, shape, name)
     scale_weights = define_scale_weights(module, shape, name) if shape.scales_at is not None else None
-    accumulate = _define_accumulate(module, shape, name)
+    accumulate = define_accumulate(module, shape, name)
+    pack = define_pack(module, shape, name) if shape.packs else None
 
     def body(
         code: Code,
@@ -272,17 +141,25 @@ def _define_visit(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
             assert arguments is not None
             return first_seen_by(code, shape, arguments, seen_by(row))
 
-        with code.loop(start, end, CHUNK) as first, code.loop(0, rows, tile) as row:
+        def attend(first: Int, row: Int) -> None:
             stop = (first + CHUNK).at_most(end).at_most(seen_by(row + (tile - 1)))
             start_of_values = start_of_keys = first
             if features.span is not None:
                 # Keys are read in whole vectors, which lie within a block; of values, those that are seen.
                 start_of_values = first.at_least(first_of(row))
                 start_of_keys = start_of_values // shape.lanes * shape.lanes
+            first_weight = start_of_values // shape.step * shape.step
             with code.when(stop.compare(">", start_of_values)):
                 count = stop - start_of_keys
                 tile_of_query, scores = state.query(row), state.scores(0)
-                code.call(score, scores, tile_of_query, keys, values, table, stride, start_of_keys, stop)
+                chunk_keys, chunk_values = keys, values
+                if shape.packs:
+                    chunk_keys, chunk_values = (
+                        state.keys(start_of_keys - first),
+                        state.values(first_weight - first),
+                    )
+                cached = chunk_keys, values, table, stride, start_of_keys, stop
+                code.call(score, scores, tile_of_query, *cached)
                 with code.loop(0, code.integer(tile)) as r:
                     weights, seen = state.scores(r), seen_by(row + r).at_most(stop)
                     maximum, total, decay = state.maximum(row + r), state.total(row + r), state.decay(r)
@@ -294,10 +171,17 @@ def _define_visit(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
                     if scale_weights is not None:
                         args = weights, values, table, stride, start_of_keys, stop, seen, *limits
                         code.call(scale_weights, *args)
-                sums, decay = state.sums(row), state.decay(0)
-                if features.span is not None:
-                    scores = scores + (start_of_values - start_of_keys) * FLOAT
-                code.call(accumulate, sums, decay, scores, table, values, stride, start_of_values, stop)
+                weights = scores + (first_weight - start_of_keys) * shape.factor.size
+                cached = weights, table, chunk_values, stride, start_of_values, stop
+                code.call(accumulate, state.sums(row), state.decay(0), *cached)
+
+        with code.loop(start, end, CHUNK) as first:
+            if pack is not None:
+                start_of_all = first if features.span is None else first.at_least(first_of(code.integer(0)))
+                stop_of_all = (first + CHUNK).at_most(end).at_most(seen_by(rows - 1))
+                code.call(pack, base, keys, values, table, stride, first, start_of_all, stop_of_all)
+            with code.loop(0, rows, tile) as row:
+                attend(first, row)
 
     return define(module, f"{name}_visit", 9 if features == PLAIN else 10, body)
 

@@ -38,6 +38,7 @@ _LADDER = (
     # Without fused multiply-adds sums would have other bits than those of kernels that kept them.
     ("AVX2", ("avx2", "bmi", "vaes", "vpclmul", "gfni")),
     ("i8mm and bf16", ("i8mm", "bf16")),
+    ("dotprod", ("dotprod",)),
     ("SVE", ("sve", "sme")),
 )
 """The instruction sets in the order in which kernels do without them, with the beginnings of their names."""

@@ -13,6 +13,9 @@ import torch
 from nbengine.kernels import reference
 from nbengine.kernels.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.kernels.attention_options import AttentionOptions
+from nbengine.kernels.cpu.attention_functions import compile_attention
+from nbengine.kernels.cpu.backend import CpuKernels
+from nbengine.kernels.cpu.elements import TYPES
 from nbengine.kernels.dispatch import ExpertKernels, Kernels
 from nbengine.kernels.kv_cache import cache_shape
 from tests.support.shared_kernels import many_kernels_are_compiled_once
@@ -53,6 +56,16 @@ class Batch:
         """The kernels' output, on the CPU."""
         output = self.metadata.kernels.paged_attention(self.query, self.kv_cache, self.metadata, self.options)
         return output.cpu()
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The type to which the kernels of the CPU round the softmax weights of a cache like this one."""
+        if not isinstance(self.metadata.kernels, CpuKernels):
+            return torch.float32
+        elements = {dtype: element for element, dtype in TYPES.items()}
+        (_, heads, channels), (_, _, kv_heads, block_size, _) = self.query.shape, self.kv_cache.shape
+        types = elements[self.kv_cache.dtype], elements[self.query.dtype]
+        return TYPES[compile_attention(channels, heads // kv_heads, block_size, *types).decode_shape.factor]
 
     def expected(self) -> torch.Tensor:
         """The reference's output, float64, on the CPU."""
@@ -100,14 +113,18 @@ def _make_batch(
     return Batch(query, key, value, kv_cache, metadata, all_slots, AttentionOptions(shape.head_dim**-0.5))
 
 
-def _assert_close(actual: torch.Tensor, expected: torch.Tensor, *, exact_weights: bool = True) -> None:
+_PRECISION = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def _assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, *, weights: torch.dtype = torch.float32
+) -> None:
     """Compare with a float64 reference: float32 to a few units, narrower types to their own rounding.
 
-    Without `exact_weights` the softmax weights may be rounded to the type as well.
+    The softmax weights may be rounded to the type `weights` before.
     """
-    precision = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[actual.dtype]
-    absolute = 2e-6 + (0.0 if exact_weights else 4 * precision)
-    torch.testing.assert_close(actual.double(), expected, rtol=2e-6 + precision, atol=absolute)
+    relative, absolute = 2e-6 + _PRECISION[actual.dtype], 2e-6 + 4 * _PRECISION[weights]
+    torch.testing.assert_close(actual.double(), expected, rtol=relative, atol=absolute)
 
 
 @dataclass

@@ -159,7 +159,7 @@ def test_attention_equals_the_reference_and_reads_nothing_that_is_out_of_sight(
     batch = make_batch(make_kernels(), small, LENS, dtype, cache_dtype=cache_dtype)
     batch.options = options_for(small, rule, **EXTRAS[extras])
     forget_unseen(batch)
-    assert_close(batch.run(), batch.expected())
+    assert_close(batch.run(), batch.expected(), weights=batch.weights)
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128, 192, 256])
@@ -270,20 +270,21 @@ def test_results_depend_neither_on_threads_nor_on_company_nor_on_chunks(
         assert torch.equal(together.run()[rows], outputs[0][start:stop])
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, INT8], ids=str)
+@pytest.mark.parametrize("window", [9, 10])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, INT8], ids=str)
 def test_a_broken_token_spoils_nothing_once_it_is_out_of_the_window(
-    make_batch, small, assert_close, cache_dtype
+    make_batch, small, assert_close, cache_dtype, window
 ):
     batch = make_batch(CpuKernels(cache_dtype, torch.float32), small, [(1, 100)], cache_dtype=cache_dtype)
-    batch.options = AttentionOptions(0.2, window=10)
-    expected = batch.expected()
+    batch.options = AttentionOptions(0.2, window=window)
+    expected, first = batch.expected(), 100 - window
     broken = torch.full((1, 2, 32), float("nan"))
-    for position in (89, 88, 83):
+    for position in (first - 1, first - 2, first - 7):
         batch.metadata.kernels.write_kv(
             broken, broken, batch.kv_cache, batch.all_slots[position : position + 1]
         )
-        assert_close(batch.run(), expected)
-    batch.metadata.kernels.write_kv(broken, broken, batch.kv_cache, batch.all_slots[90:91])
+        assert_close(batch.run(), expected, weights=batch.weights)
+    batch.metadata.kernels.write_kv(broken, broken, batch.kv_cache, batch.all_slots[first : first + 1])
     assert batch.run().isnan().all()
 
 
@@ -310,7 +311,7 @@ def test_a_sink_of_minus_infinity_takes_no_weight_and_a_large_one_takes_all(make
 def test_sinks_of_the_models_type_are_read_as_what_they_are(make_batch, small, assert_close):
     batch = make_batch(CpuKernels(torch.bfloat16), small, LENS, torch.bfloat16)
     batch.options = AttentionOptions(0.2, sinks=sinks_of(6, torch.bfloat16))
-    assert_close(batch.run(), batch.expected())
+    assert_close(batch.run(), batch.expected(), weights=batch.weights)
 
 
 def test_layers_of_a_step_share_the_plan_of_their_rule(make_batch, small, assert_close, monkeypatch):

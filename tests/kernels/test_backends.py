@@ -46,7 +46,7 @@ def test_attention_equals_the_reference_and_reads_no_poison(
     make_kernels, make_batch, make_shape, assert_close, shape, lens, dtype
 ):
     batch = make_batch(make_kernels(dtype), make_shape(*shape), LENS[lens], dtype)
-    assert_close(batch.run(), batch.expected())
+    assert_close(batch.run(), batch.expected(), weights=batch.weights)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -74,7 +74,7 @@ def test_rows_may_be_of_a_wider_type_than_the_cache(
     batch.query = torch.randn(batch.query.shape, generator=chance)
     output = batch.run()
     assert output.dtype is torch.float32
-    assert_close(output, batch.expected())
+    assert_close(output, batch.expected(), weights=batch.weights)
     key, value = (torch.randn(batch.key.shape, generator=chance) for _ in range(2))
     expected, actual = torch.zeros_like(batch.kv_cache), torch.zeros_like(batch.kv_cache)
     reference.write_kv(key, value, expected, batch.all_slots, keys_transposed=True)

@@ -56,7 +56,7 @@ def test_attention_equals_the_reference_and_reads_no_poison(
     make_kernels, make_batch, make_shape, assert_close, shape, lens, dtype
 ):
     batch = make_batch(make_kernels(dtype), make_shape(*shape), LENS[lens], dtype, device="cuda")
-    assert_close(batch.run(), batch.expected(), exact_weights=False)
+    assert_close(batch.run(), batch.expected(), weights=batch.query.dtype)
 
 
 RULES: dict[str, dict[str, int]] = {"all": {}, "window": {"window": 50}, "chunk": {"chunk": 40}}
@@ -74,7 +74,7 @@ def test_attention_under_options_equals_the_reference(
     cap = 3.0 if extras == "cap" else None
     batch.options = AttentionOptions(0.2, soft_cap=cap, sinks=sinks, **RULES[rule])
     forget_unseen(batch)
-    assert_close(batch.run(), batch.expected(), exact_weights=False)
+    assert_close(batch.run(), batch.expected(), weights=batch.query.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,13 +93,13 @@ def test_kernels_are_right_after_a_warm_up(make_kernels, make_batch, make_shape,
     kernels = make_kernels(torch.bfloat16)
     kernels.warm_up(num_heads=9, num_kv_heads=3, head_dim=64, block_size=16)
     batch = make_batch(kernels, make_shape(9, 3, 64, 16), LENS["mixed"], torch.bfloat16, device="cuda")
-    assert_close(batch.run(), batch.expected(), exact_weights=False)
+    assert_close(batch.run(), batch.expected(), weights=batch.query.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_torch_equals_the_reference(make_batch, make_shape, assert_close, dtype):
     batch = make_batch(TorchKernels(), make_shape(9, 3, 64, 16), LENS["mixed"], dtype, device="cuda")
-    assert_close(batch.run(), batch.expected(), exact_weights=False)
+    assert_close(batch.run(), batch.expected(), weights=batch.query.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

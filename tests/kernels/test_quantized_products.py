@@ -26,7 +26,7 @@ LACKING = {
     # AVX-512 has these instructions, too.
     QuadProduct.VNNI_256: (),
     QuadProduct.AVX2: ("avx512", "avxvnni"),
-    QuadProduct.PORTABLE: ("avx512", "avxvnni", "avx2", "i8mm"),
+    QuadProduct.PORTABLE: ("avx512", "avxvnni", "avx2", "i8mm", "dotprod"),
 }
 """The features, by the beginnings of their names, without which each kind is tried."""
 
@@ -137,7 +137,8 @@ def test_the_choice_goes_by_the_processors_features() -> None:
     assert best("avx2", "avx512f", "avx512vnni") is QuadProduct.VNNI_512
     assert best("avx2", "avxvnni") is QuadProduct.VNNI_256
     assert best("avx2", "avx512f") is QuadProduct.AVX2
-    assert best("neon", "i8mm") is QuadProduct.I8MM
+    assert best("neon", "dotprod", "i8mm") is QuadProduct.I8MM
+    assert best("neon", "dotprod") is QuadProduct.DOTPROD
     assert best() is QuadProduct.PORTABLE
 
 

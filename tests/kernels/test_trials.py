@@ -29,6 +29,7 @@ from nbengine.kernels.cpu.dense_parts import Instructions
 from nbengine.kernels.cpu.dense_trials import try_dense, try_heads
 from nbengine.kernels.cpu.dense_vectors import Block
 from nbengine.kernels.cpu.expert_steps import compile_combine
+from nbengine.kernels.cpu.flags import pause
 from nbengine.kernels.cpu.head_products import HeadShape, compile_heads
 from nbengine.kernels.cpu.integers import QuadProduct
 from nbengine.kernels.cpu.jit import Function, Processor, compile_module, host_processor
@@ -189,6 +190,18 @@ def test_a_call_alone_leaves_its_results_and_cannot_end_this_process() -> None:
     nowhere = compiled(lambda code, args: code.store_int(code.integer(1), code.load_int(args)))
     assert not returns_alone(nowhere, Number(8))
     assert returns_alone(add, number)
+    assert number.value == 10
+
+
+def test_a_call_alone_that_does_not_return_ends_when_its_time_is_over() -> None:
+    def wait(code: Any, args: Any) -> None:
+        with code.loop_while(lambda: code.load_int(args).compare("==", 4)):
+            pause(code)
+
+    number = Number(4)
+    assert not returns_alone(compiled(wait), number, seconds=0.05)
+    number.value = 5
+    assert returns_alone(compiled(wait), number, seconds=0.05)
 
 
 def test_without_processes_that_share_memory_a_call_is_made_here(monkeypatch: pytest.MonkeyPatch) -> None:

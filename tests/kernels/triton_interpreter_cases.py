@@ -111,7 +111,7 @@ def test_attention_equals_the_reference_and_reads_no_poison(
     make_batch, make_shape, assert_close, shape, lens, dtype, processors
 ):
     batch = make_batch(InterpretedKernels(processors), make_shape(*shape), LENS[lens], dtype)
-    assert_close(batch.run(), batch.expected(), exact_weights=False)
+    assert_close(batch.run(), batch.expected(), weights=batch.query.dtype)
 
 
 RULES: dict[str, dict[str, int]] = {
@@ -164,7 +164,7 @@ def test_heads_of_every_size_have_all_options(
     )
     batch.options = AttentionOptions(0.1, window=50, soft_cap=5.0, sinks=torch.linspace(-1, 1, 4).to(dtype))
     forget_unseen(batch)
-    assert_close(batch.run(), batch.expected(), exact_weights=False)
+    assert_close(batch.run(), batch.expected(), weights=batch.query.dtype)
 
 
 def test_a_sink_of_minus_infinity_takes_no_weight(make_batch, make_shape, assert_close):
@@ -224,7 +224,7 @@ def test_latent_attention_equals_the_reference_and_reads_no_poison(assert_close,
 def test_latent_attention_of_bfloat16_equals_the_reference(assert_close):
     for lens in amount([LATENT_LENS["mixed"]], thorough=list(LATENT_LENS.values())):
         batch = LatentBatch.of(InterpretedKernels(MANY_PROCESSORS), LATENT_SHAPES[0], lens, torch.bfloat16)
-        assert_close(batch.run(), batch.expected(), exact_weights=False)
+        assert_close(batch.run(), batch.expected(), weights=batch.query.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
