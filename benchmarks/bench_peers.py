@@ -1,7 +1,7 @@
 """Measure nbengine beside other engines, on the same file, with the same threads and token ids, in turn.
 
     python benchmarks/bench_peers.py [--model FILE.gguf] [--peers llama_cpp openvino mistralrs] [--rounds 3]
-        [--threads N] [--quick] [--only WORD] [--out PATH] [--python llama_cpp=/venv/bin/python] [--alone]
+        [--threads N] [--quick] [--only WORD …] [--out PATH] [--python llama_cpp=/venv/bin/python] [--alone]
     python benchmarks/bench_peers.py --shape 8b --folder DIR [--types Q4_K_M] [--layers N]
 
 Every measurement is a fresh process that loads the file, runs the batch once to warm up and then to be counted;
@@ -59,7 +59,9 @@ def options() -> argparse.ArgumentParser:
     )
     result.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     result.add_argument("--quick", action="store_true", help="fewer streams, shorter answers, one round")
-    result.add_argument("--only", default="", metavar="WORD", help="the cases whose name has this word")
+    result.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORD", help="the cases whose name has one of these words"
+    )
     result.add_argument(
         "--python", action="append", default=[], metavar="NAME=PATH", help="the interpreter of an engine"
     )
@@ -168,9 +170,9 @@ def main() -> int:
         model = make(arguments.folder, arguments.shape, arguments.types, arguments.layers, arguments.seed)
     else:
         model = Path(resolve_model(ModelConfig(arguments.model)).weights[0])
-    chosen = [case for case in cases(arguments.quick) if arguments.only in case.name]
+    chosen = [case for case in cases(arguments.quick) if any(word in case.name for word in arguments.only)]
     if not chosen:
-        parse.error(f"no case has {arguments.only!r} in its name")
+        parse.error(f"no case has {' or '.join(map(repr, arguments.only))} in its name")
     engines = [OURS, *(name for name in names if name in versions)]
     comparison = Comparison(processes, engines, model.resolve(), arguments.threads)
     kv_tokens = tokens_needed(chosen)

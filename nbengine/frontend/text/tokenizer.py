@@ -20,6 +20,7 @@ from nbengine.models.checkpoints.tokenizer_prepare import (
     no_tokenizer,
     prepared_tokenizer,
 )
+from nbengine.runtime.heap import trim_heap
 from nbengine.runtime.progress import ProgressCallback, Reporter
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     backend.no_truncation()
     backend.no_padding()
     tokenizer.chat_template = chosen_templates(tokenizer.chat_template, Path(directory), config.chat_template)
+    trim_heap()
     return tokenizer
 
 

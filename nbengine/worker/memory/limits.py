@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 
 from nbengine.errors import EngineStartError
+from nbengine.runtime.heap import trim_heap
 from nbengine.units import size
 
 GIB = 1 << 30
@@ -15,12 +15,9 @@ CPU_CAP_BYTES = 2 * GIB
 
 
 def return_freed_memory() -> None:
-    """Give back to the system what is free inside this process: the C library keeps some of it for itself."""
+    """Give back to the system what is free inside this process."""
     gc.collect()
-    # Only glibc has it; other C libraries return memory on their own.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    trim_heap()
 
 
 def cpu_kv_budget(available: int, asked_sequence: int, all_sequences: int) -> int:
