@@ -60,7 +60,9 @@ def define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Func
             for cell in chain.from_iterable(sums):
                 cell.set(code.constant(0.0, lanes))
             here, following = block_at(token), (token + lanes).at_most(end - 1)
-            first_keys = keys + here + token % block * size
+            first_keys, channel_bytes, places = keys + here + token % block * size, key_step, shape.step
+            if shape.packs:
+                first_keys, channel_bytes, places = keys + (token - start) * shape.head_bytes, group_bytes, 1
             first_values = values + here + token % block * shape.head_bytes
             next_keys = keys + block_at(following) + following % block * size
             if shape.scales_at is not None and shape.fetches_ahead:
@@ -70,10 +72,8 @@ def define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Func
                 if shape.fetches_ahead:
                     fetch(code, first_values, next_keys, channel)
                 for i in range(0, unroll, shape.step):
-                    places = [first_keys + (channel + (i + j)) * key_step for j in range(shape.step)]
-                    if shape.packs:
-                        places = [keys + (token - start) * shape.head_bytes + (channel + i) * group_bytes]
-                    multiply = _multiplier(code, shape, places, lanes)
+                    numbers = [first_keys + (channel + (i + j)) * channel_bytes for j in range(places)]
+                    multiply = _multiplier(code, shape, numbers, lanes)
                     for r in range(tile):
                         factor = query + channel * factor_size + r * shape.row_bytes + i * factor_size
                         cell = sums[i // shape.step % chains][r]

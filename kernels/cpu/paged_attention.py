@@ -11,9 +11,9 @@ ranges leaves a partial result for each; the thread that finishes last joins the
 online one of FlashAttention (Dao et al., 2022), the partial results are those of Flash-Decoding (Dao et al., 2023).
 
 A row's result has the same bits in every batch, cut in any way: the order of its sums depends on the model's shape and
-the processor alone. A score is the same chain of multiply-adds in tiles of any size, of numbers or of pairs. The softmax of each
-chunk of `DECODE_PART` cached tokens stands by itself, with its own maximum, and is joined to those before it; the
-chunks of each `PREFILL_PART`, counted from the cache's beginning, make one state, which is joined to those before it.
+the processor alone. A score is the same chain of multiply-adds, of numbers or of pairs, in tiles of any size. The
+softmax of each chunk of `DECODE_PART` cached tokens stands by itself, with its own maximum, and is joined to those
+before it; the chunks of each `PREFILL_PART`, counted from the cache's beginning, make one state, which is joined to those before it.
 An item of decode is such a chunk, one of prefill such a part, and both take the same steps. Chunks that a row does not
 see change no bit of it.
 """

@@ -25,7 +25,6 @@ from nbengine.ipc.control_messages import Progress
 from nbengine.ipc.queues.message_queue import Handle, MessageQueue
 from nbengine.runtime.directories import EngineDirectories
 from nbengine.runtime.executor_files import ExecutorFiles
-from nbengine.runtime.heap import trim_heap
 from nbengine.runtime.imports import imports_that_stay
 from nbengine.scheduler.output import AsyncModelRunnerOutput
 
@@ -109,7 +108,6 @@ class WorkerProc:
         gc.freeze()
         handle = self._worker_response_mq.export_handle()
         self._tell(WorkerReady(handle, self._async_scheduling))
-        trim_heap()
         # No time-out: the others may take any time to load, and if the executor ends, this process does, too.
         self._rpc_broadcast_mq.wait_until_ready()
         self._worker_response_mq.wait_until_ready()

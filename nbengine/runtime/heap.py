@@ -6,10 +6,7 @@ import ctypes
 
 
 def trim_heap() -> None:
-    """Give what is free inside this process's heap back to the system; it takes some milliseconds.
-
-    Parsing a tokenizer or compiling kernels leaves some 30 MB behind that nothing uses.
-    """
+    """Give what is free inside this process's heap back to the system, which takes some milliseconds."""
     # Only glibc has it; other C libraries return memory on their own.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

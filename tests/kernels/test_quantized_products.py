@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llvmlite import ir
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels.cpu import jit, products, trials
+from nbengine.kernels.cpu import integers, jit, products, trials
+from nbengine.kernels.cpu.codegen import Code
 from nbengine.kernels.cpu.integers import QuadProduct
 from nbengine.kernels.cpu.jit import Processor, host_processor
 from nbengine.kernels.cpu.quantized import CpuProducts, share_size
@@ -22,7 +24,10 @@ from tests.support.thorough import amount
 
 ERROR = 1e-6
 """A sum in float32 may be off by this part of what the sizes of its terms add up to."""
-LACKING = {
+LACKING: dict[QuadProduct, tuple[str, ...]] = {
+    # These are emulated.
+    QuadProduct.I8MM: (),
+    QuadProduct.DOTPROD: (),
     # AVX-512 has these instructions, too.
     QuadProduct.VNNI_256: (),
     QuadProduct.AVX2: ("avx512", "avxvnni"),
@@ -128,6 +133,59 @@ def test_other_instructions_give_the_same_sums(
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_largest_levels_and_activations_do_not_overflow(name: str) -> None:
     assert_largest_products(name)
+
+
+ARM = {QuadProduct.I8MM: "usdot", QuadProduct.DOTPROD: "sdot"}
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q8_0", "mxfp4"])
+@pytest.mark.parametrize("kind", ARM)
+def test_arms_instructions_get_what_they_multiply_rightly(
+    monkeypatch: pytest.MonkeyPatch,
+    on_processor: Callable[[QuadProduct], None],
+    kind: QuadProduct,
+    name: str,
+) -> None:
+    """Each instruction is replaced by what Arm's manual says of it; all code around it is that for Arm."""
+    own, used = integers._intrinsic, set()
+
+    def emulated(code: Code, called: str, result: ir.Type, arguments: Sequence[ir.Value]) -> ir.Value:
+        b, words = code.builder, ir.VectorType(ir.IntType(32), 16)
+        if called == "llvm.aarch64.neon.tbl1.v16i8":
+            return own(code, "llvm.x86.ssse3.pshuf.b.128", result, arguments)
+        if not called.startswith("llvm.aarch64.neon"):
+            return own(code, called, result, arguments)
+        instruction = called.split(".")[3]
+        used.add(instruction)
+        total, first, second = arguments
+        widen = b.zext if instruction == "usdot" else b.sext
+        product = b.mul(widen(first, words), b.sext(second, words))
+        for place in range(4):
+            lanes = ir.VectorType(ir.IntType(32), 4)(list(range(place, 16, 4)))
+            total = b.add(total, b.shuffle_vector(product, product, lanes))
+        return total
+
+    on_processor(kind)
+    monkeypatch.setattr(integers, "_intrinsic", emulated)
+    monkeypatch.setattr(jit, "_store_of", lambda module: None)
+    chance = torch.Generator().manual_seed(1)
+    for num_rows in (1, 3, 8):
+        assert_product(name, torch.randn(num_rows, 512, generator=chance), 37, num_rows)
+    assert_largest_products(name)
+    assert used == {ARM[kind]}
+
+
+@pytest.mark.parametrize(("kind", "instruction"), ARM.items())
+def test_arms_instructions_are_known_to_the_compiler(kind: QuadProduct, instruction: str) -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module()
+    products._define_multiply(module, ALL_FORMATS["mxfp4"], kind, False)
+    target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
+    feature = {QuadProduct.I8MM: "+i8mm", QuadProduct.DOTPROD: "+dotprod"}[kind]
+    machine = target.create_target_machine(cpu="generic", features=feature)
+    text = machine.emit_assembly(llvm.parse_assembly(str(module)))
+    assert {instruction, "tbl"} <= {line.split()[0] for line in text.splitlines() if line.strip()}
 
 
 def test_the_choice_goes_by_the_processors_features() -> None:

@@ -51,7 +51,6 @@ from nbengine.ipc.messages import ENGINE_CORE_DEAD, EngineCoreOutputs, UtilityOu
 from nbengine.ipc.peer_log import PeerLog
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.runtime.executor_files import ExecutorFiles
-from nbengine.runtime.heap import trim_heap
 from nbengine.runtime.logs import describe_exception
 
 if TYPE_CHECKING:
@@ -168,7 +167,6 @@ class EngineCoreProc(EngineCore):
         self._control.send(encode_control(ready))
         self._input_thread.start()
         self._start_log.ready()
-        trim_heap()
 
     # The busy loop.
 

@@ -70,6 +70,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     backend.no_truncation()
     backend.no_padding()
     tokenizer.chat_template = chosen_templates(tokenizer.chat_template, Path(directory), config.chat_template)
+    # Parsing its files took more memory than the tokenizer keeps.
     trim_heap()
     return tokenizer
 
