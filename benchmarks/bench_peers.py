@@ -2,6 +2,7 @@
 
     python benchmarks/bench_peers.py [--model FILE.gguf] [--peers llama_cpp openvino mistralrs] [--rounds 3]
         [--threads N] [--quick] [--only WORD …] [--out PATH] [--python llama_cpp=/venv/bin/python] [--alone]
+        [--activation-dtype int16]
     python benchmarks/bench_peers.py --shape 8b --folder DIR [--types Q4_K_M] [--layers N]
 
 Every measurement is a fresh process that loads the file, runs the batch once to warm up and then to be counted;
@@ -23,6 +24,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from peers.protocol import Answer
 from peers.table import Figures, as_json, memory_rows, row
 
 from nbengine.config import ModelConfig
+from nbengine.config.model import ACTIVATION_DTYPES
 from nbengine.models.checkpoints.files import resolve_model
 
 
@@ -65,6 +68,7 @@ def options() -> argparse.ArgumentParser:
     result.add_argument(
         "--python", action="append", default=[], metavar="NAME=PATH", help="the interpreter of an engine"
     )
+    result.add_argument("--activation-dtype", choices=ACTIVATION_DTYPES, default="auto", help="of nbengine")
     result.add_argument("--folder", type=Path, help="where --shape makes its file, or finds it")
     add_arguments(result)
     return result
@@ -73,11 +77,14 @@ def options() -> argparse.ArgumentParser:
 class Comparison:
     """The engines that are there, and the figures so far."""
 
-    def __init__(self, processes: Processes, engines: Sequence[str], model: Path, threads: int) -> None:
+    def __init__(
+        self, processes: Processes, engines: Sequence[str], model: Path, threads: int, activation_dtype: str
+    ) -> None:
         self._processes = processes
         self._engines = engines
         self._model = model
         self._threads = threads
+        self._arguments = {"activation_dtype": activation_dtype}
         self.rates: list[dict[str, Any]] = []
         self.memory: dict[str, dict[str, Any]] = {}
         self.failures: list[str] = []
@@ -131,7 +138,7 @@ class Comparison:
 
     def _one(self, case: Case, engine: str, threads: int, kv_tokens: int) -> tuple[float, Answer]:
         vocabulary = self._costs.vocabulary
-        job = case.job(str(self._model), threads, vocabulary, kv_tokens)
+        job = replace(case.job(str(self._model), threads, vocabulary, kv_tokens), arguments=self._arguments)
         answer, spawned_at = self._processes.answer(engine, job)
         value = case.figure(answer, spawned_at)
         print(f"{case.name}: {engine}, {threads} threads: {value:.4g} {case.unit}", file=sys.stderr)
@@ -174,7 +181,9 @@ def main() -> int:
     if not chosen:
         parse.error(f"no case has {' or '.join(map(repr, arguments.only))} in its name")
     engines = [OURS, *(name for name in names if name in versions)]
-    comparison = Comparison(processes, engines, model.resolve(), arguments.threads)
+    comparison = Comparison(
+        processes, engines, model.resolve(), arguments.threads, arguments.activation_dtype
+    )
     kv_tokens = tokens_needed(chosen)
     rounds = 1 if arguments.quick else arguments.rounds
     found = [comparison.measure(case, rounds, kv_tokens) for case in chosen]

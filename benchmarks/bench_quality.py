@@ -1,7 +1,7 @@
 """Measure how far next-token distributions are from the exact ones: nbengine's quantised path and llama.cpp's.
 
     python benchmarks/bench_quality.py [--model FILE.gguf] [--prompts 200] [--positions 20] [--random-ids]
-        [--python llama_cpp=/venv/bin/python] [--alone] [--kv-cache-dtype int8]
+        [--python llama_cpp=/venv/bin/python] [--alone] [--kv-cache-dtype int8] [--activation-dtype int16]
     python benchmarks/bench_quality.py --block-types [Q4_0 Q4_K ...] [--folder DIR]
 
 The exact distributions are those of transformers in float32, on the dequantised weights of the same file. All get
@@ -33,6 +33,7 @@ from peers.quality import Divergence, divergence
 
 from nbengine.config import ModelConfig
 from nbengine.config.cache import KV_CACHE_DTYPES
+from nbengine.config.model import ACTIVATION_DTYPES
 from nbengine.frontend.text.tokenizer import load_tokenizer
 from nbengine.models.checkpoints.files import resolve_model
 
@@ -72,6 +73,7 @@ def options() -> argparse.ArgumentParser:
         "give too many near ties, 0)",
     )
     result.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of nbengine")
+    result.add_argument("--activation-dtype", choices=ACTIVATION_DTYPES, default="auto", help="of nbengine")
     result.add_argument("--alone", action="store_true", help="only nbengine")
     result.add_argument(
         "--python", action="append", default=[], metavar="NAME=PATH", help="the interpreter of an engine"
@@ -115,7 +117,7 @@ def measure(
     prompts: list[list[int]],
     threads: int,
     vocabulary: int,
-    kv_cache_dtype: str = "auto",
+    engine_arguments: dict[str, str],
 ) -> dict[str, Divergence]:
     """Return each engine's divergence from the exact distributions."""
     found: dict[str, list[Divergence]] = {engine: [] for engine in engines}
@@ -135,7 +137,7 @@ def measure(
                     kv_tokens=room,
                     logits_from=CONTEXT,
                     logits_path=str(path),
-                    kv_cache_dtype=kv_cache_dtype,
+                    arguments=engine_arguments,
                 )
                 processes.answer(engine, job)
                 logits[engine] = np.load(path, mmap_mode="r")
@@ -202,7 +204,7 @@ def main() -> int:
                 prompts,
                 arguments.threads,
                 vocabulary,
-                arguments.kv_cache_dtype,
+                {name: getattr(arguments, name) for name in ("kv_cache_dtype", "activation_dtype")},
             )
             rows.append(row(name, found, least_top))
             figures[name] = {engine: asdict(value) for engine, value in found.items()}

@@ -227,6 +227,16 @@ def why_not_int8(device: torch.device, hidden_dtype: torch.dtype) -> str | None:
     return _REASONS["cpu"]
 
 
+def attends_in_pairs(head_dim: int, block_size: int) -> bool:
+    """Return whether attention on the CPU to a KV cache of bfloat16 multiplies pairs, which is the fastest way."""
+    if not _installed("llvmlite"):
+        return False
+    from nbengine.kernels.cpu import attention_functions
+    from nbengine.kernels.cpu.jit import host_processor
+
+    return attention_functions.attends_in_pairs(host_processor(), head_dim, block_size)
+
+
 def select_expert_kernels(device: torch.device, dtype: torch.dtype) -> ExpertKernels:
     """Return the fastest expert kernels that this installation has for a device and data type.
 

@@ -22,13 +22,15 @@ class QuantizedProducts(Protocol):
     def instructions(self) -> str:
         """Return the names of the processor's instructions that they use."""
 
-    def warm_up(self, form: Format) -> None:
+    def warm_up(self, form: Format, activation_bits: int = 8) -> None:
         """Compile what weights of a format need, so that no step waits for it."""
 
-    def linear(self, x: torch.Tensor, form: Format, data: torch.Tensor, out_features: int) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, form: Format, data: torch.Tensor, out_features: int, activation_bits: int = 8
+    ) -> torch.Tensor:
         """Return x @ weight.T, [T, out_features], for x [T, columns], both float32.
 
-        Each row of x is rounded to 8 bits by itself, so that its result does not depend on the others.
+        Each row of x is rounded to 8 or 16 bits by itself, so that its result does not depend on the others.
         """
 
     def rows(self, ids: torch.Tensor, form: Format, data: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.config.cache import KV_CACHE_DTYPES
-from nbengine.config.model import DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, ROUNDINGS
+from nbengine.config.model import ACTIVATION_DTYPES, DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, ROUNDINGS
 from nbengine.config.parallel import DATA_PARALLEL_BACKENDS, EXECUTOR_BACKENDS
 from nbengine.config.scheduler import POLICIES
 from nbengine.errors import NBEngineError
@@ -42,6 +42,7 @@ CHOICES: Mapping[str, Iterable[str | None]] = {
     "load_format": LOAD_FORMATS,
     "model_impl": MODEL_IMPLS,
     "quantization": tuple(ROUNDINGS),
+    "activation_dtype": ACTIVATION_DTYPES,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
     "distributed_executor_backend": EXECUTOR_BACKENDS,

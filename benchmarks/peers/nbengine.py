@@ -25,14 +25,13 @@ class NBEngine:
 
     def __init__(self, job: Job) -> None:
         self._records = TemporaryDirectory() if job.logits_from is not None else None
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = dict(job.arguments)
         if self._records is not None:
-            options = {"logits_processors": [RECORDER], "multiprocess": False}
+            options |= {"logits_processors": [RECORDER], "multiprocess": False}
         self._llm = LLM(
             job.model,
             num_gpu_blocks_override=-(-job.kv_tokens // BLOCK_SIZE) + 1,
             max_model_len=max(job.most_tokens + 1, 64),
-            kv_cache_dtype=job.kv_cache_dtype,
             **options,
         )
 

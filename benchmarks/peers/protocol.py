@@ -40,8 +40,8 @@ class Job:
     logits_from: int | None = None
     """In place of timing: write the logits of the positions from this one on to `logits_path`."""
     logits_path: str = ""
-    kv_cache_dtype: str = "auto"
-    """The type of nbengine's KV cache; the others have one of their own."""
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Further arguments of nbengine's engine."""
     wants_memory: bool = False
     """The engine's memory is read again and again while it runs, which takes a little of its time."""
 

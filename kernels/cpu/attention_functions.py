@@ -60,8 +60,8 @@ def compile_attention(
         tile = min(tiles, key=lambda tile: (-(-group // tile) * tile, -tile))
         tokens = max(1, _PREFILL_ROWS // group)
         kinds = (head_dim, group, block_size, element, row_element)
-        are_whole = head_dim % MAX_LANES == block_size % MAX_LANES == 0
-        has_pairs = element is Element.BFLOAT16 and not rank and are_whole and multiplies_pairs(processor)
+        can_pair = attends_in_pairs(processor, head_dim, block_size)
+        has_pairs = element is Element.BFLOAT16 and not rank and can_pair
         more = budget, features, rank, has_pairs
         return (
             AttentionShape(*kinds, tile, 1, DECODE_PART, *more),
@@ -70,6 +70,11 @@ def compile_attention(
 
     functions, shapes = compile_tried(_define_attention, ["decode", "prefill"], choose, try_attention)
     return AttentionKernels(*shapes, *functions)
+
+
+def attends_in_pairs(processor: Processor, head_dim: int, block_size: int) -> bool:
+    """Return whether attention to a cache of bfloat16 multiplies pairs."""
+    return head_dim % MAX_LANES == block_size % MAX_LANES == 0 and multiplies_pairs(processor)
 
 
 def _define_attention(module: ir.Module, decode: AttentionShape, prefill: AttentionShape) -> None:

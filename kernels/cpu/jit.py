@@ -22,6 +22,8 @@ from llvmlite import ir
 
 from nbengine.errors import NBEngineError
 
+COMPILER_LIBRARY: str = llvm.ffi.get_library_name()
+"""The name of the file of LLVM's code."""
 _OPTIMISATION_LEVEL = 2
 _PACKAGE = __name__.rpartition(".cpu.")[0]
 _IMPORTED = re.compile(rf"^\s*(?:from|import)\s+({re.escape(_PACKAGE)}[\w.]*)".encode(), re.MULTILINE)

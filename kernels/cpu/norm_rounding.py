@@ -10,7 +10,7 @@ from llvmlite import ir
 
 from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Int, Vector, define
 from nbengine.kernels.cpu.jit import Function
-from nbengine.kernels.cpu.records import RECORD_BYTES, round_span
+from nbengine.kernels.cpu.records import RecordLayout, round_span
 from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME
 from nbengine.kernels.cpu.trials import compile_tried
 from nbengine.kernels.cpu.vectors import rms_factor
@@ -40,7 +40,7 @@ class NormRoundArguments(ctypes.Structure):
 
 
 @cache
-def compile_norm_round(size: int, *, adds: bool) -> Function:
+def compile_norm_round(size: int, layout: RecordLayout, *, adds: bool) -> Function:
     """Compile the function of `NormRoundArguments` for rows of `size` numbers; without `adds` nothing is added.
 
     Raises:
@@ -48,15 +48,15 @@ def compile_norm_round(size: int, *, adds: bool) -> Function:
     """
     from nbengine.kernels.cpu.step_trials import try_norm_round
 
-    (function,), _ = compile_tried(_define, ["norm_round"], lambda _: (size, adds), try_norm_round)
+    (function,), _ = compile_tried(_define, ["norm_round"], lambda _: (size, layout, adds), try_norm_round)
     return function
 
 
-def _define(module: ir.Module, size: int, adds: bool) -> None:
-    define(module, "norm_round", 1, partial(_over_rows, size, adds), exported=True)
+def _define(module: ir.Module, size: int, layout: RecordLayout, adds: bool) -> None:
+    define(module, "norm_round", 1, partial(_over_rows, size, layout, adds), exported=True)
 
 
-def _over_rows(size: int, adds: bool, code: Code, args: Int) -> None:
+def _over_rows(size: int, layout: RecordLayout, adds: bool, code: Code, args: Int) -> None:
     def get(name: str) -> Int:
         return code.load_int(args + getattr(NormRoundArguments, name).offset)
 
@@ -75,7 +75,7 @@ def _over_rows(size: int, adds: bool, code: Code, args: Int) -> None:
                     code.load(x + place, MAX_LANES) * factor * code.load(weight + place, MAX_LANES)
                     for place in places
                 ]
-                round_span(code, halves, record + span * RECORD_BYTES)
+                round_span(code, layout, halves, record + span * layout.bytes)
 
 
 def _add(code: Code, size: int, x: Int, added: Int | None) -> Vector:

@@ -25,7 +25,7 @@ from nbengine.kernels.cpu.integers import (
     to_float,
     words,
 )
-from nbengine.kernels.cpu.records import FIRST_SUM_AT, RECORD_BYTES, SCALE_AT, SCALED_SUM_AT, SUM_AT
+from nbengine.kernels.cpu.records import RecordLayout
 from nbengine.kernels.quantized import MICRO_LEVELS, PLANE, QUADS, SPAN, Format
 
 _FLOAT = 4
@@ -56,6 +56,7 @@ class ProductTile:
 
     code: Code
     form: Format
+    layout: RecordLayout
     kind: QuadProduct
     level: CacheLevel
 
@@ -76,7 +77,7 @@ class ProductTile:
                 supers = [part.supers() for part in parts]
                 with code.loop(0, code.integer(form.spans)) as span:
                     self._prefetch(ahead + (number * form.spans + span) * share, share)
-                    at = (cell * form.spans + span) * RECORD_BYTES
+                    at = (cell * form.spans + span) * self.layout.bytes
                     rows = [record + at for record in records]
                     for part, its_supers in zip(parts, supers, strict=True):
                         part.add_span(span, its_supers, rows, [part.of(total) for total in sums])
@@ -146,7 +147,8 @@ class _Part:
         minima = self._minima(span, supers[1] if form.is_super and form.has_minimum else scales[0])
         size = _SIGNED_QUADS if self.tile.kind.centre(form.largest) else QUADS
         chunks = [range(first, first + size) for first in range(0, QUADS, size)]
-        products = [[self._words(0) for _ in scales] for _ in records]
+        planes = range(self.tile.layout.planes)
+        products = [[[self._words(0) for _ in planes] for _ in scales] for _ in records]
         for chunk in chunks:
             quads = {number: self._quad(self.cell + span * form.span_bytes, number) for number in chunk}
             for record, found, total in zip(records, products, sums, strict=True):
@@ -154,37 +156,50 @@ class _Part:
                 if chunk is chunks[-1]:
                     total.set(self._scaled(found, scales, minima, record, total.get()))
 
-    def _multiply(self, quads: Mapping[int, ir.Value], record: Int, products: list[ir.Value]) -> None:
-        """Add the products of some quads, by their numbers, to those of each group of columns with one scale."""
+    def _multiply(
+        self, quads: Mapping[int, ir.Value], record: Int, products: Sequence[list[ir.Value]]
+    ) -> None:
+        """Add the products of some quads, by their numbers, to those of each group of columns with one scale and of
+        each plane of the record."""
         code, kind = self.tile.code, self.tile.kind
         each = QUADS // len(products)
-        for group in range(len(products)):
-            pairs = [
-                (quad, broadcast_word(code, record + 4 * number, kind.lanes))
-                for number, quad in quads.items()
-                if number // each == group
-            ]
-            products[group] = add_quad_products(code, kind, products[group], pairs, self.tile.form.largest)
+        for group, planes in enumerate(products):
+            for plane, product in enumerate(planes):
+                pairs = [
+                    (quad, broadcast_word(code, record + (plane * SPAN + 4 * number), kind.lanes))
+                    for number, quad in quads.items()
+                    if number // each == group
+                ]
+                planes[plane] = add_quad_products(code, kind, product, pairs, self.tile.form.largest)
 
     def _scaled(
         self,
-        products: Sequence[ir.Value],
+        products: Sequence[Sequence[ir.Value]],
         scales: Sequence[Vector],
         minima: Vector | None,
         record: Int,
         value: Vector,
     ) -> Vector:
         """Return the sums of a row with the products of all groups added."""
+        layout = self.tile.layout
         if minima is not None:
-            value = minima.times_plus(self._number(record + SCALED_SUM_AT), value)
+            value = minima.times_plus(self._number(record + layout.scaled_sum_at), value)
         for group, scale in enumerate(scales):
-            exact = self._moved(products[group], record, group, len(scales))
-            value = exact.times_plus(scale * self._number(record + SCALE_AT), value)
+            moved = self._moved(self._joined(products[group]), record, group, len(scales))
+            value = moved.times_plus(scale * self._number(record + layout.scale_at), value)
         return value
 
+    def _joined(self, planes: Sequence[ir.Value]) -> ir.Value:
+        """Return the products of whole integers from those of their bytes."""
+        b, (found, *others) = self.tile.code.builder, planes
+        for other in others:
+            found = b.add(b.shl(found, self._words(8)), other)
+        return found
+
     def _moved(self, products: ir.Value, record: Int, group: int, groups: int) -> Vector:
-        """Return the sum of products with what the levels lack, as float32, in which all of this is exact."""
-        code, kind, form = self.tile.code, self.tile.kind, self.tile.form
+        """Return the sum of products with what the levels lack, as float32, in which all of this is exact for integers
+        of 8 bits."""
+        code, kind, form, layout = self.tile.code, self.tile.kind, self.tile.form, self.tile.layout
         found, lacking = to_float(code, products), kind.centre(form.largest) - form.offset
         if not lacking:
             return found
@@ -193,10 +208,10 @@ class _Part:
             return self._number(record + place).times_plus(code.constant(factor, kind.lanes), addend)
 
         if groups == 1:
-            return more(lacking, SUM_AT, found)
+            return more(lacking, layout.sum_at, found)
         if not group:
-            return more(lacking, FIRST_SUM_AT, found)
-        return more(lacking, SUM_AT, more(-lacking, FIRST_SUM_AT, found))
+            return more(lacking, layout.first_sum_at, found)
+        return more(lacking, layout.sum_at, more(-lacking, layout.first_sum_at, found))
 
     def _quad(self, bits: Int, number: int) -> ir.Value:
         """Load the levels of a quad, less `QuadProduct.centre`."""

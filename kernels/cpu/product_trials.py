@@ -13,7 +13,7 @@ from nbengine.kernels.cpu.elements import TYPES
 from nbengine.kernels.cpu.integers import LANES, QuadProduct
 from nbengine.kernels.cpu.jit import Function
 from nbengine.kernels.cpu.products import GatedArguments, ProductArguments
-from nbengine.kernels.cpu.records import RECORD_BYTES
+from nbengine.kernels.cpu.records import RecordLayout
 from nbengine.kernels.cpu.taken_rows import TakeArguments
 from nbengine.kernels.cpu.trials import Trial, is_near, poisoned, random_numbers
 from nbengine.kernels.cpu.vectors import Activation
@@ -22,7 +22,6 @@ from nbengine.kernels.quantized import SPAN, Format, dense
 _ROWS = 15
 """Rows that are multiplied 8, 4, 2 at a time and alone."""
 _FEATURES, _PART = 32, 20
-_LEVELS = 127
 _ERROR = 1e-6
 """The error of a sum in float32, as a part of the sum of its terms' sizes."""
 
@@ -44,11 +43,11 @@ def activated(activation: Activation, gate: Tensor, other: Tensor) -> Tensor:
     return (gate * alpha).sigmoid() * gate * (other + 1)
 
 
-def try_round_rows(functions: Sequence[Function]) -> Trial:
+def try_round_rows(functions: Sequence[Function], layout: RecordLayout) -> Trial:
     """Try the function that makes records."""
     x = random_numbers(3, 2 * SPAN)
     x[1] = 0
-    records = poisoned((3, 2, RECORD_BYTES), torch.uint8)
+    records = poisoned((3, 2, layout.bytes), torch.uint8)
     arguments = ProductArguments(
         items=1,
         rows=3,
@@ -60,14 +59,16 @@ def try_round_rows(functions: Sequence[Function]) -> Trial:
         record_stride=records.stride(0),
     )
     yield [(functions[0], arguments)]
-    return are_records_of(records, x.double(), 1e-4)
+    return are_records_of(records, layout, x.double(), 1e-4)
 
 
-def try_multiply(functions: Sequence[Function], form: Format, _: QuadProduct, has_bias: bool) -> Trial:
+def try_multiply(
+    functions: Sequence[Function], form: Format, layout: RecordLayout, _: QuadProduct, has_bias: bool
+) -> Trial:
     """Try the function that multiplies."""
     features = _FEATURES if has_bias else _PART
     data, weight = _random_weight(form, features, 1)
-    records, x = _random_records(weight.shape[1])
+    records, x = _random_records(layout, weight.shape[1])
     bias, output = random_numbers(features, seed=2), poisoned((_ROWS, features), torch.float32)
     arguments = ProductArguments(
         items=1,
@@ -90,13 +91,18 @@ def try_multiply(functions: Sequence[Function], form: Format, _: QuadProduct, ha
 
 
 def try_gated(
-    functions: Sequence[Function], form: Format, _: QuadProduct, activation: Activation, has_bias: bool
+    functions: Sequence[Function],
+    form: Format,
+    layout: RecordLayout,
+    _: QuadProduct,
+    activation: Activation,
+    has_bias: bool,
 ) -> Trial:
     """Try the function that multiplies with two weights and makes records."""
     (gate, gate_weight), (up, up_weight) = (_random_weight(form, _FEATURES, seed) for seed in (1, 2))
-    records, x = _random_records(gate_weight.shape[1])
+    records, x = _random_records(layout, gate_weight.shape[1])
     gate_bias, up_bias = (random_numbers(_FEATURES, seed=seed) for seed in (3, 4))
-    output = poisoned((_ROWS, _FEATURES // SPAN, RECORD_BYTES), torch.uint8)
+    output = poisoned((_ROWS, _FEATURES // SPAN, layout.bytes), torch.uint8)
     arguments = GatedArguments(
         items=1,
         rows=_ROWS,
@@ -116,7 +122,7 @@ def try_gated(
     yield [(functions[0], arguments)]
     gates = x @ gate_weight.T + gate_bias.double() * has_bias
     others = x @ up_weight.T + up_bias.double() * has_bias
-    return are_records_of(output, activated(activation, gates, others), 1e-3)
+    return are_records_of(output, layout, activated(activation, gates, others), 1e-3)
 
 
 def try_take_rows(functions: Sequence[Function], form: Format | Element, is_part: bool) -> Trial:
@@ -163,27 +169,36 @@ def _random_weight(form: Format, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     return data, dense(form, data, rows).double()
 
 
-def _random_records(columns: int) -> tuple[Tensor, Tensor]:
+def _random_records(layout: RecordLayout, columns: int) -> tuple[Tensor, Tensor]:
     """Return records of some rows, [rows, spans, bytes], and the numbers that they stand for, float64."""
     spans = random_numbers(_ROWS, columns // SPAN, SPAN)
-    scales = spans.abs().amax(-1, keepdim=True) / _LEVELS
+    scales = spans.abs().amax(-1, keepdim=True) / layout.largest
     levels = (spans / scales).round()
+    planes = [levels]
+    if layout.planes > 1:
+        second = ((levels + 128) % 256 - 128).clamp(min=-127)
+        planes = [((levels + 128) / 256).floor(), second]
+        levels = planes[0] * 256 + second
     sums, first = levels.sum(-1, keepdim=True), levels[..., : SPAN // 2].sum(-1, keepdim=True)
     floats = torch.cat((scales, scales * sums, sums, first), -1)
-    records = torch.cat((levels.to(torch.int8).view(torch.uint8), floats.view(torch.uint8)), -1)
+    integers = torch.cat(planes, -1).to(torch.int8)
+    records = torch.cat((integers.view(torch.uint8), floats.view(torch.uint8)), -1)
     return records, (levels.double() * scales.double()).view(_ROWS, columns)
 
 
-def are_records_of(records: Tensor, x: Tensor, error: float) -> bool:
+def are_records_of(records: Tensor, layout: RecordLayout, x: Tensor, error: float) -> bool:
     """Return whether records hold rows of x, float64, which may be off by a part of the largest number."""
-    levels = records[..., :SPAN].view(torch.int8).double()
-    scale, scaled, total, first = records[..., SPAN:].view(torch.float32).double().unbind(-1)
+    integers = records[..., : layout.scale_at].view(torch.int8).double()
+    levels = integers[..., :SPAN]
+    if layout.planes > 1:
+        levels = levels * 256 + integers[..., SPAN:]
+    scale, scaled, total, first = records[..., layout.scale_at :].view(torch.float32).double().unbind(-1)
     spans = x.view(*levels.shape)
     largest = spans.abs().amax(-1)
     off = (levels * scale[..., None] - spans).abs().amax(-1)
     return bool(
-        ((scale * _LEVELS - largest).abs() <= error * x.abs().max()).all()
-        and (off <= scale / 2 + error * x.abs().max()).all()
+        ((scale * layout.largest - largest).abs() <= error * x.abs().max()).all()
+        and (off <= scale * (0.5 if layout.planes == 1 else 1.5) + error * x.abs().max()).all()
         and torch.equal(total, levels.sum(-1))
         and torch.equal(first, levels[..., : SPAN // 2].sum(-1))
         and is_near(scaled.float(), scale * total, 0.0)

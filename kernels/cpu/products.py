@@ -1,6 +1,6 @@
-"""Products with quantised weights: x @ weight.T with 8-bit activations. x and the result are float32.
+"""Products with quantised weights: x @ weight.T with rounded activations. x and the result are float32.
 
-A row of x is rounded in spans of 32 columns, each to integers from -127 to 127 and a scale. The product of a
+A row of x is rounded in spans of 32 columns, each to integers of 8 or 16 bits and a scale. The product of a
 span is a sum of products of small integers, which is exact; it is scaled and added in float32, span after
 span. So a row's result depends neither on the rows beside it nor on the number of threads.
 
@@ -20,7 +20,7 @@ from nbengine.kernels.cpu.codegen import CacheLevel, Code, Int, Vector, define
 from nbengine.kernels.cpu.integers import LANES, QuadProduct
 from nbengine.kernels.cpu.jit import Function, Processor
 from nbengine.kernels.cpu.product_tiles import ProductTile
-from nbengine.kernels.cpu.records import RECORD_BYTES, round_span
+from nbengine.kernels.cpu.records import RecordLayout, round_span
 from nbengine.kernels.cpu.trials import compile_tried
 from nbengine.kernels.cpu.vectors import UNGATED, Activation, gate_of
 from nbengine.kernels.quantized import SPAN, Format
@@ -91,7 +91,7 @@ class _Frame:
 
 
 @cache
-def compile_round_rows() -> Function:
+def compile_round_rows(layout: RecordLayout) -> Function:
     """Compile the function of `ProductArguments` that makes records of x.
 
     Raises:
@@ -99,42 +99,44 @@ def compile_round_rows() -> Function:
     """
     from nbengine.kernels.cpu.product_trials import try_round_rows
 
-    (function,), _ = compile_tried(_define_round_rows, ["round_rows"], lambda _: (), try_round_rows)
+    (function,), _ = compile_tried(_define_round_rows, ["round_rows"], lambda _: (layout,), try_round_rows)
     return function
 
 
-def _define_round_rows(module: ir.Module) -> None:
-    define(module, "round_rows", 1, _round_rows, exported=True)
+def _define_round_rows(module: ir.Module, layout: RecordLayout) -> None:
+    define(module, "round_rows", 1, partial(_round_rows, layout), exported=True)
 
 
-def compile_multiply(form: Format, *, has_bias: bool = False) -> Function:
+def compile_multiply(form: Format, layout: RecordLayout, *, has_bias: bool = False) -> Function:
     """Compile the function of `ProductArguments` that makes the output of records and a weight. With a bias, the output
     must have whole vectors of 16 features.
 
     Raises:
         NBEngineError: LLVM has no code generator for this processor.
     """
-    return _compile_multiply(form, has_bias)[0]
+    return _compile_multiply(form, layout, has_bias)[0]
 
 
-def multiplies_with(form: Format) -> QuadProduct:
+def multiplies_with(form: Format, layout: RecordLayout) -> QuadProduct:
     """Return the instructions of the products with weights of a format."""
-    return _compile_multiply(form, False)[1]
+    return _compile_multiply(form, layout, False)[1]
 
 
 @cache
-def _compile_multiply(form: Format, has_bias: bool) -> tuple[Function, QuadProduct]:
+def _compile_multiply(form: Format, layout: RecordLayout, has_bias: bool) -> tuple[Function, QuadProduct]:
     from nbengine.kernels.cpu.product_trials import try_multiply
 
-    def choose(processor: Processor) -> tuple[Format, QuadProduct, bool]:
-        return form, QuadProduct.best(processor), has_bias
+    def choose(processor: Processor) -> tuple[Format, RecordLayout, QuadProduct, bool]:
+        return form, layout, QuadProduct.best(processor), has_bias
 
-    (function,), (_, kind, _) = compile_tried(_define_multiply, ["multiply"], choose, try_multiply)
+    (function,), (_, _, kind, _) = compile_tried(_define_multiply, ["multiply"], choose, try_multiply)
     return function, kind
 
 
-def _define_multiply(module: ir.Module, form: Format, kind: QuadProduct, has_bias: bool) -> None:
-    define(module, "multiply", 1, partial(_multiply, form, kind, has_bias), exported=True)
+def _define_multiply(
+    module: ir.Module, form: Format, layout: RecordLayout, kind: QuadProduct, has_bias: bool
+) -> None:
+    define(module, "multiply", 1, partial(_multiply, form, layout, kind, has_bias), exported=True)
 
 
 class GatedArguments(ctypes.Structure):
@@ -168,7 +170,9 @@ class GatedArguments(ctypes.Structure):
 
 
 @cache
-def compile_gated(form: Format, activation: Activation = "silu", *, has_bias: bool = False) -> Function:
+def compile_gated(
+    form: Format, layout: RecordLayout, activation: Activation = "silu", *, has_bias: bool = False
+) -> Function:
     """Compile the function of `GatedArguments` that makes records of activation(gate(x)) * up(x) from the records of
     x: what two products, a gate and a rounding make, without the numbers between them. Of an activation of `UNGATED`
     they are those of activation(gate(x)).
@@ -178,21 +182,32 @@ def compile_gated(form: Format, activation: Activation = "silu", *, has_bias: bo
     """
     from nbengine.kernels.cpu.product_trials import try_gated
 
-    def choose(processor: Processor) -> tuple[Format, QuadProduct, Activation, bool]:
-        return form, QuadProduct.best(processor), activation, has_bias
+    def choose(processor: Processor) -> tuple[Format, RecordLayout, QuadProduct, Activation, bool]:
+        return form, layout, QuadProduct.best(processor), activation, has_bias
 
     (function,), _ = compile_tried(_define_gated, ["gated"], choose, try_gated)
     return function
 
 
 def _define_gated(
-    module: ir.Module, form: Format, kind: QuadProduct, activation: Activation, has_bias: bool
+    module: ir.Module,
+    form: Format,
+    layout: RecordLayout,
+    kind: QuadProduct,
+    activation: Activation,
+    has_bias: bool,
 ) -> None:
-    define(module, "gated", 1, partial(_gated, form, kind, activation, has_bias), exported=True)
+    define(module, "gated", 1, partial(_gated, form, layout, kind, activation, has_bias), exported=True)
 
 
 def _gated(
-    form: Format, kind: QuadProduct, activation: Activation, has_bias: bool, code: Code, args: Int
+    form: Format,
+    layout: RecordLayout,
+    kind: QuadProduct,
+    activation: Activation,
+    has_bias: bool,
+    code: Code,
+    args: Int,
 ) -> None:
     gate_with, is_gated = gate_of(activation), activation not in UNGATED
     frame = _Frame(code, args, GatedArguments)
@@ -208,7 +223,7 @@ def _gated(
     position = code.stack(8)
     for first, behind, *rows in frame.blocks():
         with code.loop(first, behind.at_most(frame.get("pairs"))) as pair:
-            for group in _groups(frame, form, kind, position, *rows):
+            for group in _groups(frame, form, layout, kind, position, *rows):
                 tiles = []
                 for half in range(_HALVES):
                     tile = pair * _HALVES + half
@@ -223,11 +238,11 @@ def _gated(
                     both = zip(gates, others, strict=True)
                     tiles.append([gate_with(code, one, other) for one, other in both])
                 for number, halves in enumerate(zip(*tiles, strict=True)):
-                    record = output + (group.first + number) * stride + pair * RECORD_BYTES
-                    round_span(code, halves, record)
+                    record = output + (group.first + number) * stride + pair * layout.bytes
+                    round_span(code, layout, halves, record)
 
 
-def _round_rows(code: Code, args: Int) -> None:
+def _round_rows(layout: RecordLayout, code: Code, args: Int) -> None:
     frame = _Frame(code, args)
     rows, spans = frame.get("rows"), frame.get("spans")
     x, x_stride = frame.get("x"), frame.get("x_stride")
@@ -238,17 +253,19 @@ def _round_rows(code: Code, args: Int) -> None:
             with code.loop(0, spans) as span:
                 here = source + span * (SPAN * _FLOAT)
                 halves = [code.load(here + half * LANES * _FLOAT, LANES) for half in range(_HALVES)]
-                round_span(code, halves, target + span * RECORD_BYTES)
+                round_span(code, layout, halves, target + span * layout.bytes)
 
 
-def _multiply(form: Format, kind: QuadProduct, has_bias: bool, code: Code, args: Int) -> None:
+def _multiply(
+    form: Format, layout: RecordLayout, kind: QuadProduct, has_bias: bool, code: Code, args: Int
+) -> None:
     frame = _Frame(code, args)
     tiles, weight, tile_bytes = frame.get("tiles"), frame.get("weight"), frame.get("tile_bytes")
     position = code.stack(8)
     for first, behind, *rows in frame.blocks():
         with code.loop(first, behind.at_most(tiles)) as tile:
             here = weight + tile * tile_bytes
-            for group in _groups(frame, form, kind, position, *rows):
+            for group in _groups(frame, form, layout, kind, position, *rows):
                 sums = group.sums(here, then=here + tile_bytes)
                 if has_bias:
                     bias = code.load(frame.get("bias") + tile * (LANES * _FLOAT), LANES)
@@ -257,7 +274,13 @@ def _multiply(form: Format, kind: QuadProduct, has_bias: bool, code: Code, args:
 
 
 def _groups(
-    frame: _Frame, form: Format, kind: QuadProduct, position: Int, start: Int, stop: Int
+    frame: _Frame,
+    form: Format,
+    layout: RecordLayout,
+    kind: QuadProduct,
+    position: Int,
+    start: Int,
+    stop: Int,
 ) -> Iterator[_Rows]:
     """Go over rows, some at a time. `position` is a place on the stack."""
     code = frame.code
@@ -269,7 +292,7 @@ def _groups(
 
         with code.loop_while(fits):
             row = code.load_int(position)
-            yield _Rows(frame, form, kind, count, row)
+            yield _Rows(frame, form, layout, kind, count, row)
             code.store_int(row + count, position)
 
 
@@ -279,6 +302,7 @@ class _Rows:
 
     frame: _Frame
     form: Format
+    layout: RecordLayout
     kind: QuadProduct
     count: int
     first: Int
@@ -292,7 +316,7 @@ class _Rows:
         frame = self.frame
         level = CacheLevel.FIRST if self.count == ROWS[0] else CacheLevel.SECOND
         records, stride = frame.get("records"), frame.get("record_stride")
-        return ProductTile(frame.code, self.form, self.kind, level).sums(
+        return ProductTile(frame.code, self.form, self.layout, self.kind, level).sums(
             weight,
             weight + frame.get("tile_bytes"),
             then,

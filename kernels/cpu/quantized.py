@@ -17,7 +17,7 @@ from nbengine.kernels.cpu.products import (
     compile_round_rows,
     multiplies_with,
 )
-from nbengine.kernels.cpu.records import RECORD_BYTES
+from nbengine.kernels.cpu.records import RecordLayout
 from nbengine.kernels.cpu.taken_rows import TakeArguments, compile_take_rows
 from nbengine.kernels.cpu.threads import select_runner
 from nbengine.kernels.quantized import SPAN, Format
@@ -38,7 +38,7 @@ class CpuProducts:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._forms: set[Format] = set()
+        self._forms: set[tuple[Format, RecordLayout]] = set()
         self._run = select_runner()
         self._arguments = ProductArguments()
         self._records = torch.empty(0, dtype=torch.uint8)
@@ -46,26 +46,30 @@ class CpuProducts:
     @property
     def instructions(self) -> str:
         """Return the names of the instructions that multiply with the formats that are compiled."""
-        found = {multiplies_with(form) for form in self._forms} or {QuadProduct.best(host_processor())}
+        found = {multiplies_with(*form) for form in self._forms} or {QuadProduct.best(host_processor())}
         return ", ".join(sorted(kind.value for kind in found))
 
-    def warm_up(self, form: Format) -> None:
+    def warm_up(self, form: Format, activation_bits: int = 8) -> None:
         """Compile for a format, once a process; otherwise the first use does."""
-        self._forms.add(form)
-        compile_round_rows()
-        compile_multiply(form)
+        layout = RecordLayout(activation_bits)
+        self._forms.add((form, layout))
+        compile_round_rows(layout)
+        compile_multiply(form, layout)
         compile_take_rows(form)
 
-    def linear(self, x: Tensor, form: Format, data: Tensor, out_features: int) -> Tensor:
+    def linear(
+        self, x: Tensor, form: Format, data: Tensor, out_features: int, activation_bits: int = 8
+    ) -> Tensor:
         """See `nbengine.kernels.quantized_kernels.QuantizedProducts.linear`."""
         rows, columns = x.shape
         tiles, cells, _ = data.shape
+        layout = RecordLayout(activation_bits)
         if x.dtype is not torch.float32 or cells * form.columns != columns:
             found = (x.dtype, columns)
             raise InvalidArgumentError("x", found, f"float32 with {cells * form.columns} columns")
         x = x if x.stride(1) == 1 else x.contiguous()
         output = torch.empty(rows, out_features, dtype=torch.float32)
-        record_stride = columns // SPAN * RECORD_BYTES
+        record_stride = columns // SPAN * layout.bytes
         if rows * record_stride > len(self._records):
             self._records = torch.empty(rows * record_stride, dtype=torch.uint8)
         threads = torch.get_num_threads()
@@ -76,8 +80,8 @@ class CpuProducts:
         arguments.weight, arguments.tile_bytes = data.data_ptr(), data.stride(0)
         arguments.output, arguments.output_stride = output.data_ptr(), out_features * output.element_size()
         arguments.out_features = out_features
-        self._run_on(1 if x.numel() <= _FEW_ROUNDED else threads, compile_round_rows(), rows)
-        self._run_on(threads, compile_multiply(form), tiles)
+        self._run_on(1 if x.numel() <= _FEW_ROUNDED else threads, compile_round_rows(layout), rows)
+        self._run_on(threads, compile_multiply(form, layout), tiles)
         return output
 
     def rows(self, ids: Tensor, form: Format, data: Tensor) -> Tensor:

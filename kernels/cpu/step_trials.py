@@ -16,7 +16,7 @@ from nbengine.kernels.cpu.largest import PARTS, LargestArguments
 from nbengine.kernels.cpu.latent_rows import LatentRowArguments, LatentRowShape
 from nbengine.kernels.cpu.norm_rounding import NormRoundArguments
 from nbengine.kernels.cpu.product_trials import are_records_of
-from nbengine.kernels.cpu.records import RECORD_BYTES
+from nbengine.kernels.cpu.records import RecordLayout
 from nbengine.kernels.cpu.routing import ScoreArguments
 from nbengine.kernels.cpu.row_trials import EPS, neighbours, other_halves, turned
 from nbengine.kernels.cpu.trials import Trial, is_near, poisoned, random_numbers
@@ -26,12 +26,12 @@ _ROWS, _FLOAT = 5, 4
 _ERROR = 1e-5
 
 
-def try_norm_round(functions: Sequence[Function], size: int, adds: bool) -> Trial:
+def try_norm_round(functions: Sequence[Function], size: int, layout: RecordLayout, adds: bool) -> Trial:
     """Try the function that adds, normalises and rounds."""
     x, added = (random_numbers(_ROWS, size, seed=seed) for seed in (1, 2))
     weight, records = (
         random_numbers(size, seed=3),
-        poisoned((_ROWS, size // SPAN, RECORD_BYTES), torch.uint8),
+        poisoned((_ROWS, size // SPAN, layout.bytes), torch.uint8),
     )
     total = x + added if adds else x.clone()
     arguments = NormRoundArguments(
@@ -48,7 +48,7 @@ def try_norm_round(functions: Sequence[Function], size: int, adds: bool) -> Tria
     )
     yield [(functions[0], arguments)]
     expected = F.rms_norm(total.double(), weight.shape, weight.double(), EPS)
-    return torch.equal(x, total) and are_records_of(records, expected, 1e-4)
+    return torch.equal(x, total) and are_records_of(records, layout, expected, 1e-4)
 
 
 def try_latent_rows(functions: Sequence[Function], shape: LatentRowShape) -> Trial:

@@ -29,6 +29,7 @@ OF_THE_MODEL = (
     "chat_template",
     "generation_config",
     "quantization",
+    "activation_dtype",
     "load_format",
     "model_impl",
     "max_model_len",

@@ -182,6 +182,11 @@ class EngineArgs:
     quantization: str | None = argument(
         None, "int8 or int4: round the weights of safetensors files when they are loaded (on a CPU)"
     )
+    activation_dtype: str = argument(
+        "auto",
+        "what is multiplied with quantised weights is rounded to 8 bits, before the output projection to 16 (auto), or "
+        "always to 16 (int16: nearly exact, slower prompts)",
+    )
     load_format: str = argument("auto", "auto, safetensors or gguf")
     model_impl: str = argument(
         "auto",

@@ -14,6 +14,7 @@ TOKENIZER_MODES = ("auto", "fast", "slow")
 GENERATION_CONFIGS = ("auto", "none")
 MODEL_IMPLS = ("auto", "nbengine", "transformers")
 DEVICES = ("auto", "cpu", "cuda")
+ACTIVATION_DTYPES = ("auto", "int16")
 ROUNDINGS = {"int8": 8, "int4": 4}
 """The values of `quantization`, and the bits of a weight's level that each asks for."""
 
@@ -26,7 +27,8 @@ class ModelConfig:
     `tokenizer_config.json`, `generation_config.json` and `chat_template.jinja`; `weights` are the absolute
     paths of its weight files. A tokenizer whose `tokenizer.json` had to be made lies in
     `tokenizer_directory`. `chat_template` is the text of a template. With `enforce_eager` a GPU's decode steps are not
-    recorded as graphs.
+    recorded as graphs. Products with quantised weights round what they are multiplied with: `activation_dtype` is "auto",
+    8 bits, and 16 before the output projection, or "int16" for all.
     """
 
     model: str = "smollm2-135m"
@@ -36,6 +38,7 @@ class ModelConfig:
     generation_config: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
+    activation_dtype: str = "auto"
     load_format: str = "auto"
     model_impl: str = "auto"
     device: str = "auto"
@@ -64,6 +67,7 @@ class ModelConfig:
         one_of("model_impl", self.model_impl, MODEL_IMPLS)
         one_of("device", self.device, DEVICES)
         self._check_quantization()
+        self._check_activations()
         require("model", self.model, bool(self.model), "a model name, a directory or a .gguf file")
         if self.max_model_len is not None:
             require_count("max_model_len", self.max_model_len)
@@ -92,6 +96,16 @@ class ModelConfig:
         require("quantization", asked, self.device != "cuda", f"None with device='cuda' ({only})")
         exact = "with which all weights are held in 32 bits; leave dtype out, or ask for 'bfloat16'"
         require("quantization", asked, self.dtype != "float32", f"None with dtype='float32', {exact}")
+
+    def _check_activations(self) -> None:
+        asked = self.activation_dtype
+        one_of("activation_dtype", asked, ACTIVATION_DTYPES)
+        if asked == "auto":
+            return
+        only = "only the CPU computes with quantised weights"
+        require("activation_dtype", asked, self.device != "cuda", f"'auto' with device='cuda' ({only})")
+        exact = "'auto' with dtype='float32', with which nothing is rounded"
+        require("activation_dtype", asked, self.dtype != "float32", exact)
 
     @property
     def tokenizer_files(self) -> str:

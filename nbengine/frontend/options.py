@@ -34,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
     generation_config: str
     dtype: str | DType
     quantization: str | None
+    activation_dtype: str
     load_format: str
     model_impl: str
     device: str

@@ -14,7 +14,7 @@ from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.errors import InvalidArgumentError, ModelLoadError
 from nbengine.kernels.dense_kernels import select_dense
-from nbengine.kernels.dispatch import select_products, why_not_int8
+from nbengine.kernels.dispatch import attends_in_pairs, select_products, why_not_int8
 from nbengine.models.causal_model import CausalModel
 from nbengine.models.checkpoints.gguf_loader import dense_types
 from nbengine.models.checkpoints.loader import load_decoder, load_encoder, make_encoder, open_weights
@@ -34,6 +34,8 @@ from nbengine.runtime.progress import ProgressCallback, Reporter
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PLAIN_TYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types of GGUF matrices without blocks, and those that hold them."""
+_FEW_BITS = 8
+"""The bits to which activations are rounded before products with quantised weights, where none are asked for."""
 _CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
@@ -101,8 +103,8 @@ def resolve_precision(
 ) -> Precision:
     """Return the types in which a model computes on a device.
 
-    The KV cache is of the type that `cache` asks for; an encoder has none. Where weights stay quantised, "auto" has the KV cache in float16, as llama.cpp has it: the three bits that
-    bfloat16 lacks would be seen beside the rounding in the products, and float32 takes twice the memory.
+    The KV cache is of the type that `cache` asks for; an encoder has none. Where weights stay quantised, "auto" has the
+    KV cache in 16 bits: float32 takes twice the memory.
 
     Raises:
         InvalidArgumentError: rounding is asked for where nothing computes with rounded weights, or an int8 KV cache
@@ -110,9 +112,12 @@ def resolve_precision(
         ModelLoadError: config.json states a type that is not a floating-point type we know, or a file is corrupt.
     """
     dtype = resolve_dtype(config, hf_config, device)
+    packed = ALL_DENSE if is_encoder(hf_config) else packed_formats(config, device)
+    if config.activation_dtype != "auto" and config.weights and not packed.formats:
+        why = "'auto' for a model without quantised weights, or without kernels for them"
+        raise InvalidArgumentError("activation_dtype", config.activation_dtype, why)
     if is_encoder(hf_config):
         return Precision(dtype, dtype)
-    packed = packed_formats(config, device)
     if cache.kv_cache_dtype == "int8":
         why_not = why_not_int8(device, packed.hidden_dtype(dtype))
         if config.directory and decoder_config(hf_config).latent is not None:
@@ -120,8 +125,18 @@ def resolve_precision(
         if why_not is not None:
             raise InvalidArgumentError("kv_cache_dtype", "int8", f"'auto' on {device.type} ({why_not})")
         return Precision(dtype, torch.int8, packed)
-    is_short = packed.formats and config.dtype == "auto"
-    return Precision(dtype, torch.float16 if is_short else dtype, packed)
+    if packed.formats and config.dtype == "auto":
+        return Precision(dtype, _short_type(packed, cache.block_size, decoder_config(hf_config)), packed)
+    return Precision(dtype, dtype, packed)
+
+
+def _short_type(packed: PackedFormats, block_size: int, decoder: DecoderConfig) -> torch.dtype:
+    """Return the type of the KV cache beside quantised weights: float16, as llama.cpp has it, or where the processor
+    multiplies pairs of it bfloat16. The three bits that it lacks are fewer than what 8 bits of activations lose."""
+    is_rounded = packed.activation_bits == _FEW_BITS and decoder.latent is None
+    if is_rounded and attends_in_pairs(decoder.head_dim, block_size):
+        return torch.bfloat16
+    return torch.float16
 
 
 def load_model(
@@ -228,7 +243,8 @@ def packed_formats(config: ModelConfig, device: torch.device) -> PackedFormats:
     if not config.weights:
         return PackedFormats(is_wide=True)
     weights = open_weights(tuple(map(Path, config.weights)), _decoder_config(config))
-    return PackedFormats(weights.formats, products, is_wide=True)
+    bits = 16 if config.activation_dtype == "int16" else _FEW_BITS
+    return PackedFormats(weights.formats, products, is_wide=True, activation_bits=bits)
 
 
 def _decoder_config(config: ModelConfig) -> DecoderConfig:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from nbengine.errors import NBEngineError
 from nbengine.ipc.private import check_private, make_own_directory, read_own, write_own
-from nbengine.kernels.cpu.jit import keep_machine_code
+from nbengine.kernels.cpu.jit import COMPILER_LIBRARY, keep_machine_code
 from nbengine.models.checkpoints.storage import cache_dir
+from nbengine.runtime.heap import unmap_library
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +121,8 @@ def _last_use(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0  # another process has dropped it
+
+
+def unmap_compiler() -> None:
+    """Give up the memory that holds the compiler's code, some 46 MiB, for the time in which nothing is compiled."""
+    unmap_library(COMPILER_LIBRARY)

@@ -52,7 +52,7 @@ from nbengine.worker.decode_graphs import graph_recorder
 from nbengine.worker.elastic import change_group, resized
 from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.joining import choose_device, join
-from nbengine.worker.kernel_store import keep_kernels
+from nbengine.worker.kernel_store import keep_kernels, unmap_compiler
 from nbengine.worker.memory.budget import free_memory, kv_cache_budget, uncounted_extras
 from nbengine.worker.memory.footprint import Footprint, num_cores_here
 from nbengine.worker.memory.limits import check_kv_cache_fits, check_weights_fit, return_freed_memory
@@ -228,6 +228,7 @@ class Worker:
         max_model_len = self._footprint.longest(num_blocks, self._max_model_len())
         self.model_runner.initialize_kv_cache(num_blocks, max_model_len, num_slots)
         self._num_blocks, self._num_slots = num_blocks, num_slots
+        unmap_compiler()
         self._meter.measure_memory()
 
     def check_health(self) -> None:

@@ -55,6 +55,7 @@ from nbengine.kernels.cpu.head_products import HeadShape
 from nbengine.kernels.cpu.jit import Function, Processor
 from nbengine.kernels.cpu.latent_rows import LatentRowShape
 from nbengine.kernels.cpu.layout import PLAIN, Features, Span
+from nbengine.kernels.cpu.records import EIGHT_BITS, SIXTEEN_BITS, RecordLayout
 from nbengine.kernels.quantized import FORMATS, ZERO_POINTS, Format
 
 FOLDER = Path(__file__).with_name("generated")
@@ -83,11 +84,15 @@ def _calls(features: frozenset[str]) -> Iterator[Callable[[], object]]:
     is_new = features >= _AVX512
     yield from _products(FORMATS_AND_MORE if is_new else (FORMATS["q4_1"],))
     if features:
-        yield partial(products.compile_gated.__wrapped__, FORMATS["q4_1"], "silu")
+        yield partial(products.compile_gated.__wrapped__, FORMATS["q4_1"], EIGHT_BITS, "silu")
+        yield partial(products.compile_round_rows.__wrapped__, SIXTEEN_BITS)
+        yield partial(products._compile_multiply.__wrapped__, FORMATS["q4_1"], SIXTEEN_BITS, False)
     if is_new:
-        yield partial(products._compile_multiply.__wrapped__, FORMATS["q4_1"], True)
-        yield partial(products.compile_gated.__wrapped__, FORMATS["q8_0"], "relu2")
-        yield partial(products.compile_gated.__wrapped__, FORMATS["mxfp4"], (1.702, 7.0), has_bias=True)
+        yield partial(products._compile_multiply.__wrapped__, FORMATS["q4_1"], EIGHT_BITS, True)
+        yield partial(products.compile_gated.__wrapped__, FORMATS["q8_0"], EIGHT_BITS, "relu2")
+        yield partial(
+            products.compile_gated.__wrapped__, FORMATS["mxfp4"], EIGHT_BITS, (1.702, 7.0), has_bias=True
+        )
     for element in (F32, BF16, F16):
         yield partial(dense.compile_dense.__wrapped__, element, F32)
         yield partial(taken_rows.compile_take_rows.__wrapped__, element, is_part=True)
@@ -108,9 +113,9 @@ def _calls(features: frozenset[str]) -> Iterator[Callable[[], object]]:
 
 
 def _products(formats: Iterable[Format]) -> Iterator[Callable[[], object]]:
-    yield products.compile_round_rows.__wrapped__
+    yield partial(products.compile_round_rows.__wrapped__, EIGHT_BITS)
     for form in formats:
-        yield partial(products._compile_multiply.__wrapped__, form, False)
+        yield partial(products._compile_multiply.__wrapped__, form, EIGHT_BITS, False)
         yield partial(taken_rows.compile_take_rows.__wrapped__, form)
     for form in FORMATS.values():
         yield partial(block_packing._compile.__wrapped__, form)
@@ -148,7 +153,7 @@ def _row_functions() -> Iterator[Callable[[], object]]:
 def _steps() -> Iterator[Callable[[], object]]:
     """Those of what a step does beside the layers' arithmetic."""
     for adds in (False, True):
-        yield partial(norm_rounding.compile_norm_round.__wrapped__, 576, adds=adds)
+        yield partial(norm_rounding.compile_norm_round.__wrapped__, 576, EIGHT_BITS, adds=adds)
     for choice in (GroupedChoice(True, True, True), GroupedChoice(False, False, False)):
         yield partial(grouped_routing.compile_grouped.__wrapped__, choice)
     yield partial(latent_rows.compile_latent_rows.__wrapped__, LatentRowShape(4, 32, 16, 64, True))
@@ -259,6 +264,8 @@ def _short(value: object) -> str:
     """Return an argument as a file names it, without addresses or what says nothing."""
     if isinstance(value, Format):
         return value.name
+    if isinstance(value, RecordLayout):
+        return f"{value.bits} bits"
     if isinstance(value, Enum):
         return value.name.lower()
     if is_dataclass(value):

@@ -35,9 +35,14 @@ def random_parts(form: Format, rows: int, columns: int, seed: int) -> Levels:
     return Levels(levels, scales, minima, supers, torch.randn(supers.shape, generator=chance).half() / 64)
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """The values that products take for x [rows, columns]: spans of 32, each a scale times integers to 127."""
+def rounded(x: torch.Tensor, bits: int = 8) -> torch.Tensor:
+    """The values that products take for x [rows, columns]: spans of 32, each a scale times integers to 127, or to
+    127 * 256 with 16 bits, whose second byte is not -128."""
+    most = {8: 127, 16: 127 * 256}[bits]
     spans = x.float().view(len(x), -1, 32)
     largest = spans.abs().amax(-1, keepdim=True)
-    factor = torch.where(largest == 0, 0, torch.full_like(largest, 127) / largest)
-    return (torch.round(spans * factor).double() * (largest / 127).double()).view(x.shape)
+    factor = torch.where(largest == 0, 0, torch.full_like(largest, most) / largest)
+    integers = torch.round(spans * factor).double()
+    if bits == 16:
+        integers[(integers + 128) % 256 == 0] += 1
+    return (integers * (largest / most).double()).view(x.shape)

@@ -18,10 +18,13 @@ from nbengine.kernels.cpu.codegen import Code
 from nbengine.kernels.cpu.integers import QuadProduct
 from nbengine.kernels.cpu.jit import Processor, host_processor
 from nbengine.kernels.cpu.quantized import CpuProducts, share_size
+from nbengine.kernels.cpu.records import EIGHT_BITS
 from nbengine.kernels.quantized import MICRO_LEVELS, Format, dense, pack
 from tests.kernels.quantized_weights import ALL_FORMATS, FORMAT_NAMES, random_parts, rounded
 from tests.support.thorough import amount
 
+BITS = (8, 16)
+"""The bits of rounded activations."""
 ERROR = 1e-6
 """A sum in float32 may be off by this part of what the sizes of its terms add up to."""
 LACKING: dict[QuadProduct, tuple[str, ...]] = {
@@ -42,11 +45,12 @@ def assert_product(form_name: str, x: torch.Tensor, rows: int, seed: int) -> Non
 
 
 def assert_equal_to_dense(form: Format, data: torch.Tensor, x: torch.Tensor, rows: int) -> None:
-    found = CpuProducts().linear(x, form, data, rows)
-    assert not found.isnan().any()
-    levels, weight = rounded(x), dense(form, data, rows).double().T
-    error = (found.double() - levels @ weight).abs()
-    assert (error <= ERROR * (levels.abs() @ weight.abs()).max()).all()
+    weight = dense(form, data, rows).double().T
+    for bits in BITS:
+        found, levels = CpuProducts().linear(x, form, data, rows, bits), rounded(x, bits)
+        assert not found.isnan().any()
+        error = (found.double() - levels @ weight).abs()
+        assert (error <= ERROR * (levels.abs() @ weight.abs()).max()).all()
 
 
 @pytest.fixture
@@ -180,7 +184,7 @@ def test_arms_instructions_are_known_to_the_compiler(kind: QuadProduct, instruct
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
-    products._define_multiply(module, ALL_FORMATS["mxfp4"], kind, False)
+    products._define_multiply(module, ALL_FORMATS["mxfp4"], EIGHT_BITS, kind, False)
     target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
     feature = {QuadProduct.I8MM: "+i8mm", QuadProduct.DOTPROD: "+dotprod"}[kind]
     machine = target.create_target_machine(cpu="generic", features=feature)
@@ -200,20 +204,21 @@ def test_the_choice_goes_by_the_processors_features() -> None:
     assert best() is QuadProduct.PORTABLE
 
 
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", ["q4_1", "q8_0", "q5_k", "q6_k", "q4_z", "mxfp4"])
 @pytest.mark.usefixtures("threads")
-def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads(name: str) -> None:
+def test_a_rows_result_depends_neither_on_other_rows_nor_on_threads(name: str, bits: int) -> None:
     form = ALL_FORMATS[name]
     data = pack(form, random_parts(form, 100, 512, 11))
     count = 2 * products.BLOCK + 13
     x = torch.randn(count, 512, generator=torch.Generator().manual_seed(5))
     torch.set_num_threads(1)
-    alone = torch.cat([CpuProducts().linear(x[i : i + 1], form, data, 100) for i in range(len(x))])
+    alone = torch.cat([CpuProducts().linear(x[i : i + 1], form, data, 100, bits) for i in range(len(x))])
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
         together = CpuProducts()
         for start, stop in ((0, count), (3, 20), (5, 7), (6, 6 + products.BLOCK)):
-            found = together.linear(x[start:stop], form, data, 100)
+            found = together.linear(x[start:stop], form, data, 100, bits)
             assert torch.equal(found.view(torch.int32), alone[start:stop].view(torch.int32))
 
 
@@ -231,13 +236,14 @@ def test_no_thread_gets_more_tiles_than_it_must(threads_wanted: int) -> None:
             assert most == count // 2
 
 
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_spoils_its_own_row_alone(poison: float) -> None:
+def test_what_is_not_finite_spoils_its_own_row_alone(poison: float, bits: int) -> None:
     form = ALL_FORMATS["q4_1"]
     data = pack(form, random_parts(form, 40, 64, 1))
     x = torch.ones(9, 64)
     x[4, 37] = poison
-    found = CpuProducts().linear(x, form, data, 40)
+    found = CpuProducts().linear(x, form, data, 40, bits)
     assert found[4].isnan().all()
     assert found[torch.arange(9) != 4].isfinite().all()
 

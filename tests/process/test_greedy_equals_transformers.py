@@ -91,6 +91,13 @@ def test_tokens_are_the_same_with_preemption(budget: int, assert_greedy: CheckTo
     assert stats.num_free_blocks == stats.num_blocks
 
 
+def test_tokens_are_the_same_with_activations_of_16_bits(assert_greedy: CheckTokens) -> None:
+    """The weights stay quantised, as the model's file has them; transformers has their values in float32."""
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    with LLM("smollm2-135m", activation_dtype="int16", max_model_len=160, multiprocess=False) as engine:
+        check_all(engine.generate(RAW_PROMPTS, params, use_tqdm=False), assert_greedy)
+
+
 async def test_tokens_are_the_same_after_random_aborts_of_neighbours(
     llm: LLM, assert_greedy: CheckTokens
 ) -> None:

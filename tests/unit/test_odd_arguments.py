@@ -128,6 +128,7 @@ ARGUMENTS: dict[str, list[Any]] = {
             "runner",
             "kv_cache_dtype",
             "quantization",
+            "activation_dtype",
             "distributed_executor_backend",
             "data_parallel_backend",
             "distributed_init_method",

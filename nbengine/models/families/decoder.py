@@ -255,7 +255,9 @@ class DecoderForCausalLM:
         it."""
         for form in {slot.form for slot in self.weight_slots().values()} - {None}:
             if form is not None and self._packed.products is not None:
-                self._packed.products.warm_up(form)
+                self._packed.products.warm_up(form, self.activation_bits)
+        if self.lm_head is not None:
+            self.lm_head.warm_up()
         for block in self.moe_blocks[:1]:
             block.warm_up()
         mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, DecoderAttention)]
@@ -275,6 +277,11 @@ class DecoderForCausalLM:
     def has_logits(self) -> bool:
         """Return whether there is an output projection here: on the last stage of a model that generates."""
         return self.lm_head is not None
+
+    @property
+    def activation_bits(self) -> int:
+        """Return the bits to which the input of products with layers' quantised weights is rounded."""
+        return self._packed.activation_bits
 
     @property
     def product_instructions(self) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nbengine.distributed.communicator import ParallelState
 from nbengine.distributed.layout import RankLayout
 from nbengine.models.layers.basic import Linear, MergedLinear, Rows
-from nbengine.models.layers.weights import Place, Slots, WeightSlot
+from nbengine.models.layers.weights import PackedWeight, Place, Slots, WeightSlot
 from nbengine.models.sharding import DecoderShard
 
 
@@ -136,6 +136,7 @@ class VocabParallelEmbedding:
     def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelState, place: Place) -> None:
         layout = parallel.layout
         padded_rows = -(-vocab_size // layout.tp_size)
+        place = place.of_vocabulary()
         self.weight = place.matrix(padded_rows, hidden_size, place.format(hidden_size))
         self.vocab_size = vocab_size
         self._start = min(layout.tp_rank * padded_rows, vocab_size)
@@ -173,6 +174,12 @@ class ParallelLMHead:
         self.rows = rows
         self._is_padded = rows.vocab_size % parallel.layout.tp_size > 0
         self._all_gather = parallel.tp.all_gather if parallel.layout.tp_size > 1 else None
+
+    def warm_up(self) -> None:
+        """Compile the product with a quantised weight, so that no step waits for it."""
+        weight = self.rows.weight
+        if isinstance(weight, PackedWeight):
+            weight.products.warm_up(weight.form, weight.activation_bits)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, vocab_size], contiguous, of hidden states [N, hidden]."""

@@ -153,12 +153,14 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedWeight:
-    """A quantised matrix: `tensor` is [tiles, cells, bytes] uint8 in the format `form`."""
+    """A quantised matrix: `tensor` is [tiles, cells, bytes] uint8 in the format `form`. What is multiplied with it is
+    rounded to `activation_bits`, 8 or 16."""
 
     tensor: Tensor
     form: Format
     rows: int
     products: QuantizedProducts
+    activation_bits: int = 8
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -167,7 +169,7 @@ class PackedWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `Weight.linear`."""
-        out = self.products.linear(x, self.form, self.tensor, self.rows)
+        out = self.products.linear(x, self.form, self.tensor, self.rows, self.activation_bits)
         return out if bias is None else out.add_(bias)
 
     def take(self, ids: Tensor) -> Tensor:
@@ -190,12 +192,13 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class PackedFormats:
-    """The weights of a checkpoint that stay quantised: their formats, by name, and the products with them. With
-    `is_wide`, products with the others round their input by themselves, too."""
+    """The weights of a checkpoint that stay quantised: their formats, by name, and the products with them, whose input
+    is rounded to `activation_bits`. With `is_wide`, products with the others round their input by themselves, too."""
 
     formats: Mapping[str, Format] = field(default_factory=dict)
     products: QuantizedProducts | None = None
     is_wide: bool = False
+    activation_bits: int = 8
 
     def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type of what goes from layer to layer in a model of type `dtype`: float32 where products round
@@ -224,6 +227,11 @@ class Place:
     def apart(self) -> Place:
         """Return the place of weights that may be given up before the others of their model."""
         return replace(self, memory=None if self.memory is None else self.memory.apart())
+
+    def of_vocabulary(self) -> Place:
+        """Return this place for rows of a vocabulary: their products are the logits, in which what the rounding of
+        activations to 8 bits adds would be seen most."""
+        return replace(self, packed=replace(self.packed, activation_bits=16))
 
     def without_memory(self) -> Place:
         """Return this place for weights that get their own memory."""
@@ -273,7 +281,9 @@ class Place:
                 dense.warm_up(self.dtype, self.hidden_dtype)
             return DenseWeight(self.empty(rows, columns), dense)
         shape = form.data_shape(rows, columns)
-        return PackedWeight(self._empty(shape, torch.uint8), form, rows, products)
+        return PackedWeight(
+            self._empty(shape, torch.uint8), form, rows, products, self.packed.activation_bits
+        )
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.memory is None:

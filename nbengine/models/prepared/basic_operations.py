@@ -12,12 +12,13 @@ from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.dense import CpuDense
 from nbengine.kernels.cpu.norm_rounding import NormRoundArguments, compile_norm_round
 from nbengine.kernels.cpu.products import ProductArguments, compile_multiply, compile_round_rows
+from nbengine.kernels.cpu.records import RecordLayout
 from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME, compile_rows
 from nbengine.kernels.quantized import SPAN
 from nbengine.models.layers.basic import Linear, MergedLinear, RMSNorm
 from nbengine.models.layers.weights import DenseWeight, PackedWeight, Weight
 from nbengine.models.prepared.buffers import StepBuffers
-from nbengine.models.prepared.products import aligned, are_packed, product_arguments, row_bytes
+from nbengine.models.prepared.products import aligned, are_packed, layout_of, product_arguments, row_bytes
 from nbengine.models.prepared.rows import Operation, row_operation
 
 
@@ -53,12 +54,13 @@ class BasicOperations:
             self._add(target[:, :first], merged.bias, repeats=True)
 
     def _round_for(self, weights: Sequence[Weight], source: Tensor, records: Tensor | None = None) -> None:
-        """Round rows if they are multiplied with quantised weights."""
-        if any(isinstance(weight, PackedWeight) for weight in weights):
-            self._round(source, records)
+        """Round rows if they are multiplied with quantised weights, which want them in one layout."""
+        layouts = {layout_of(weight) for weight in weights if isinstance(weight, PackedWeight)}
+        if layouts:
+            (layout,) = layouts
+            self._round(source, self._buffers.records if records is None else records, layout)
 
-    def _round(self, source: Tensor, records: Tensor | None = None) -> None:
-        records = self._buffers.records if records is None else records
+    def _round(self, source: Tensor, records: Tensor, layout: RecordLayout) -> None:
         arguments = ProductArguments(
             item_size=1,
             spans=source.shape[1] // SPAN,
@@ -67,7 +69,7 @@ class BasicOperations:
             records=records.data_ptr(),
             record_stride=row_bytes(records),
         )
-        self.operations.append(Operation(compile_round_rows(), arguments, 1))
+        self.operations.append(Operation(compile_round_rows(layout), arguments, 1))
 
     def _product(
         self, weight: Weight, target: Tensor, source: Tensor, records: Tensor, bias: Tensor | None = None
@@ -75,7 +77,7 @@ class BasicOperations:
         if isinstance(weight, PackedWeight):
             arguments = product_arguments(weight, self._num_threads, records, target)
             arguments.records, arguments.output = records.data_ptr(), target.data_ptr()
-            self.operations.append(Operation(compile_multiply(weight.form), arguments))
+            self.operations.append(Operation(compile_multiply(weight.form, layout_of(weight)), arguments))
             if bias is not None:
                 self._add(target, bias, repeats=True)
         else:
@@ -134,7 +136,7 @@ class BasicOperations:
             self._input = buffers.normed
             self._normalise(norm, buffers.x, buffers.normed)
         if has_experts:
-            self._round(self._input)
+            self._round(self._input, buffers.records, buffers.layout)
         else:
             self._round_for(weights, self._input)
         self._is_pending = True
@@ -156,6 +158,6 @@ class BasicOperations:
             record_stride=row_bytes(buffers.records),
             eps=norm.eps,
         )
-        function = compile_norm_round(norm.shape[0], adds=self._is_pending)
+        function = compile_norm_round(norm.shape[0], buffers.layout, adds=self._is_pending)
         self.operations.append(Operation(function, arguments, ROWS_AT_A_TIME))
         self._is_pending = True

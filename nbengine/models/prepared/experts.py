@@ -27,7 +27,7 @@ from nbengine.kernels.cpu.expert_steps import (
 )
 from nbengine.kernels.cpu.products import compile_gated, compile_multiply
 from nbengine.kernels.cpu.program import words_of
-from nbengine.kernels.cpu.records import RECORD_BYTES
+from nbengine.kernels.cpu.records import RecordLayout
 from nbengine.kernels.cpu.routing import ScoreArguments, compile_scores
 from nbengine.kernels.cpu.row_functions import compile_rows
 from nbengine.kernels.cpu.vectors import Activation
@@ -65,8 +65,10 @@ class ExpertBuffers:
     """[tokens, 16], float32: the first number is the score of that block's gate."""
 
     @classmethod
-    def make(cls, blocks: Sequence[SparseMoeBlock], tokens: int) -> ExpertBuffers | None:
-        """Allocate them for steps of up to `tokens`; None: there are no such layers."""
+    def make(
+        cls, blocks: Sequence[SparseMoeBlock], tokens: int, layout: RecordLayout
+    ) -> ExpertBuffers | None:
+        """Allocate them for steps of up to `tokens`, with rounded rows of a layout; None: there are no such layers."""
         if not blocks:
             return None
         first = blocks[0]
@@ -76,7 +78,7 @@ class ExpertBuffers:
         has_shared = first.shared is not None or first.moe.beside_dense
 
         def records(columns: int) -> Tensor:
-            return torch.empty(places, columns // SPAN * RECORD_BYTES, dtype=torch.uint8)
+            return torch.empty(places, columns // SPAN * layout.bytes, dtype=torch.uint8)
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64)
@@ -161,9 +163,13 @@ class ExpertOperations:
         )
         yield Operation(compile_spread(), spread, 1)
         (gate_up, down), (gate_bias, down_bias) = pairs[0], blocks.biases()[0]
+        layout = self._buffers.layout
         for function, arguments in (
-            (compile_gated(gate_up.form, block.moe.activation, has_bias=gate_bias is not None), gates),
-            (compile_multiply(down.form, has_bias=down_bias is not None), downs),
+            (
+                compile_gated(gate_up.form, layout, block.moe.activation, has_bias=gate_bias is not None),
+                gates,
+            ),
+            (compile_multiply(down.form, layout, has_bias=down_bias is not None), downs),
         ):
             each = EachArguments(
                 function=function.address,

@@ -32,7 +32,7 @@ from nbengine.models.prepared.buffers import StepBuffers
 from nbengine.models.prepared.experts import ExpertBuffers, ExpertOperations
 from nbengine.models.prepared.latent import LatentBuffers, absorb, latent_rows, release
 from nbengine.models.prepared.layer_inputs import InputBuffers, InputOperations
-from nbengine.models.prepared.products import gated_arguments, row_bytes
+from nbengine.models.prepared.products import gated_arguments, layout_of, row_bytes
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, mixing
 from nbengine.models.prepared.rows import Operation, row_operation
 
@@ -239,7 +239,7 @@ class StepOperations(InputOperations):
         self._add_scores(experts)
         self._scale(self._scores, torch.tensor([experts.logit_factor], dtype=torch.float32))
         self._normalise(experts.norm, x, normed)
-        self._round(normed)
+        self._round(normed, buffers.records, buffers.layout)
         self.operations.extend(self._experts.of(experts))
         self._sum_over_ranks(out)
         self._normalise(block.after_experts, out, out)
@@ -342,7 +342,9 @@ class StepOperations(InputOperations):
         arguments = gated_arguments(weight, activation, self._num_threads, *rows)
         arguments.records = buffers.records.data_ptr()
         arguments.output = buffers.gated_records.data_ptr()
-        self.operations.append(Operation(compile_gated(weight.form, activation), arguments))
+        self.operations.append(
+            Operation(compile_gated(weight.form, layout_of(weight), activation), arguments)
+        )
 
 
 def is_gated_at_once(mlp: DecoderMLP) -> bool:

@@ -34,8 +34,8 @@ class OutputOperations(BasicOperations):
         """Turn normalised rows into logits, and look for the largest of each row; `weight` are this rank's rows of
         the output projection."""
         buffers, first, vocab_size = self._buffers, len(self.operations), config.vocab_size
-        self._round_for([weight], buffers.normed)
-        self._product(weight, buffers.own_logits, buffers.normed, buffers.records)
+        self._round_for([weight], buffers.normed, buffers.head_records)
+        self._product(weight, buffers.own_logits, buffers.normed, buffers.head_records)
         if self._ranks is not None:
             self.operations.append(Operation(*self._ranks.gather_rows(buffers.own_logits, buffers.logits)))
         caps = [] if config.logits_soft_cap is None else [("soft_cap", config.logits_soft_cap)]

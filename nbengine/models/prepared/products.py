@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nbengine.kernels.cpu.products import GatedArguments, ProductArguments
 from nbengine.kernels.cpu.quantized import share_size
+from nbengine.kernels.cpu.records import RecordLayout
 from nbengine.kernels.cpu.vectors import UNGATED, Activation
 from nbengine.kernels.quantized import SPAN
 from nbengine.models.layers.weights import PackedWeight, Weight
@@ -18,6 +19,11 @@ _LINE = 64
 def are_packed(weights: Sequence[Weight]) -> bool:
     """Return whether all weights are quantised."""
     return all(isinstance(weight, PackedWeight) for weight in weights)
+
+
+def layout_of(weight: PackedWeight) -> RecordLayout:
+    """Return the layout of the records that are multiplied with a weight."""
+    return RecordLayout(weight.activation_bits)
 
 
 def product_arguments(

@@ -16,6 +16,7 @@ from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.cpu.layout import DECODE_PART, AttentionArguments
 from nbengine.kernels.cpu.program import Operations, Program, places_of
+from nbengine.kernels.cpu.records import RecordLayout
 from nbengine.kernels.cpu.write_kv import WriteArguments
 from nbengine.models.further_steps import MOST_FURTHER_STEPS, FurtherSteps
 from nbengine.models.layers.basic import RMSNorm
@@ -88,7 +89,7 @@ class StepProgram:
             buffers,
             attends[0],
             ranks,
-            ExpertBuffers.make(model.moe_blocks, size.tokens),
+            ExpertBuffers.make(model.moe_blocks, size.tokens, buffers.layout),
             recurrent,
             LatentBuffers.make(first, size.tokens) if isinstance(first, LatentAttention) else None,
             None if model.layer_inputs is None else InputBuffers.make(model.layer_inputs, size.tokens),
@@ -314,6 +315,7 @@ def _buffers_of(
         is_gated_at_once=all(map(is_gated_at_once, blocks)),
         has_dense=model.dtype.itemsize == 2,
         partial_bytes=partial_bytes,
+        layout=RecordLayout(model.activation_bits),
     )
 
 

@@ -46,6 +46,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("pipeline_parallel_size", 0),
     ("pipeline_parallel_size", 2**31),
     ("quantization", "fp8"),
+    ("activation_dtype", "int8"),
     ("ray_address", "ray://10.0.0.1:10001"),
     ("ray_address", ""),
     ("ray_cpus_per_worker", 0),
@@ -123,7 +124,7 @@ def test_a_misspelt_argument_gets_the_one_that_was_meant() -> None:
         with pytest.raises(InvalidTypeError, match=meant):
             make({"max_modellen": 1})
         with pytest.raises(
-            InvalidTypeError, match="no argument 'zzz'; there are async_scheduling, block_size, "
+            InvalidTypeError, match="no argument 'zzz'; there are activation_dtype, async_scheduling, "
         ):
             make({"zzz": 1})
         with pytest.raises(InvalidTypeError, match="did you mean trust_remote_code"):

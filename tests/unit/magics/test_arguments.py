@@ -123,6 +123,7 @@ def test_arguments_without_effect_are_taken_as_flags_too() -> None:
             | st.dictionaries(st.text(max_size=3), st.integers(1 - 2**63, 2**63 - 1)),
             "logits_processors": st.none() | st.lists(st.just("a:B"), max_size=2),
             "block_size": st.sampled_from([8, 16]),
+            "activation_dtype": st.sampled_from(["auto", "int16"]),
             "kv_cache_dtype": st.sampled_from(["auto", "int8"]),
             "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
             "max_num_batched_tokens": st.none() | st.integers(1, 9),

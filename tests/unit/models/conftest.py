@@ -381,6 +381,14 @@ def load() -> LoadModel:
 
 
 @pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Set torch's number of threads until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def make_runner() -> type[Runner]:
     """The class `Runner`."""
     return Runner

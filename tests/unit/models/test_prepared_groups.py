@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,6 @@ from family_cases import GLM_4_MOE, GROWING
 from nbengine.models.families.decoder import DecoderForCausalLM
 from tests.support.thorough import in_turn
 from tests.unit.models.prepared_batches import Batches, assert_same_bits_of_all_steps
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 SIZES: dict[str, Any] = {"head_dim": 32, "intermediate_size": 128}

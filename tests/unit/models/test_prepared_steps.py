@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,6 @@ def load(tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any) 
         return load_gguf(path, dtype=dtype)
 
     return load
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 SHARED = {"hidden_size": 128, "shared_expert_intermediate_size": 96}

@@ -20,6 +20,7 @@ from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.weights import ALL_DENSE, PackedFormats
 from nbengine.models.registry import decoder_config
 from nbengine.runtime.progress import Reporter
+from tests.kernels.quantized_weights import rounded
 
 TOKENS = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(4)).tolist()
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
@@ -30,14 +31,12 @@ class PlainProducts:
 
     name = instructions = "plain"
 
-    def warm_up(self, form: Format) -> None: ...
+    def warm_up(self, form: Format, activation_bits: int) -> None: ...
 
-    def linear(self, x: Tensor, form: Format, data: Tensor, out_features: int) -> Tensor:
-        spans = x.view(len(x), -1, 32)
-        largest = spans.abs().amax(-1, keepdim=True)
-        factor = torch.where(largest == 0, 0, torch.full_like(largest, 127) / largest)
-        rounded = torch.round(spans * factor).double() * (largest / 127).double()
-        return (rounded.view(x.shape) @ dense(form, data, out_features).double().T).float()
+    def linear(
+        self, x: Tensor, form: Format, data: Tensor, out_features: int, activation_bits: int
+    ) -> Tensor:
+        return (rounded(x, activation_bits) @ dense(form, data, out_features).double().T).float()
 
     def rows(self, ids: Tensor, form: Format, data: Tensor) -> Tensor:
         return dense(form, data, data.shape[0] * 16)[ids]

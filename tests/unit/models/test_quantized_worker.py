@@ -15,6 +15,7 @@ from nbengine.config import CacheConfig, EngineConfig, ModelConfig
 from nbengine.errors import ModelLoadError
 from nbengine.kernels.cpu.integers import QuadProduct
 from nbengine.kernels.cpu.jit import host_processor
+from nbengine.models import loading
 from nbengine.models.checkpoints.files import resolve_model
 from nbengine.models.configs.hf_config import load_hf_config
 from nbengine.models.families.decoder import DecoderForCausalLM
@@ -118,7 +119,12 @@ def test_quantised_weights_come_back_after_sleep(source: Source, levels: tuple[i
     assert all(map(torch.equal, worker.model.parameters(), before))
 
 
-def test_the_kv_cache_has_16_bits_and_hidden_states_32(source: Source, tmp_path: Path) -> None:
+def test_the_kv_cache_has_16_bits_and_hidden_states_32(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With them it is bfloat16.
+    monkeypatch.setattr(loading, "attends_in_pairs", lambda head_dim, block_size: False)
+
     def types(**settings: Any) -> tuple[torch.dtype, torch.dtype]:
         config = resolved(source.path, **settings)
         found = resolve_precision(config, cache, load_hf_config(config), torch.device("cpu"))

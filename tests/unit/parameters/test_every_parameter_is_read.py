@@ -127,6 +127,7 @@ GIVEN = {
     "generation_config": "none",
     "dtype": "bfloat16",
     "quantization": "int8",
+    "activation_dtype": "int16",
     "load_format": "gguf",
     "model_impl": "nbengine",
     "device": "cpu",
