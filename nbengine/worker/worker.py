@@ -277,6 +277,8 @@ class Worker:
             ModelLoadError: weights that were freed cannot be read again.
         """
         self._sleep.end(tag, self.config.model.weights)
+        # Reading the weights may have needed it.
+        unmap_compiler()
         self._meter.measure_memory()
 
     def start_profile(self, directory: str, max_steps: int) -> None:
