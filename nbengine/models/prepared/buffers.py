@@ -10,7 +10,7 @@ from torch import Tensor
 from nbengine.kernels.cpu.decode_plan import WORK_BYTES
 from nbengine.kernels.cpu.dense_parts import most_laid_out_bytes
 from nbengine.kernels.cpu.largest import PARTS
-from nbengine.kernels.cpu.records import SIXTEEN_BITS, RecordLayout
+from nbengine.kernels.cpu.records import RecordLayout
 from nbengine.kernels.quantized import SPAN
 
 
@@ -108,6 +108,7 @@ class StepBuffers:
         has_dense: bool,
         partial_bytes: int,
         layout: RecordLayout,
+        head_record_bytes: int,
     ) -> StepBuffers:
         """Allocate them.
 
@@ -115,15 +116,14 @@ class StepBuffers:
         of a key; recurrent blocks make `mixed` features before their last projection. `hidden`, `inner` and `own_vocab_size` are the features of the residual stream, of feed-forward blocks and
         of the logits, the latter two of each of `tp_size` ranks. Blocks that are gated at once leave no numbers before the gate. Products with
         dense weights need memory, if the model `has_dense`. A partial result of attention
-        takes `partial_bytes`. `layout` is that of the rounded rows of layers.
+        takes `partial_bytes`. `layout` is that of the rounded rows of layers; one before the output
+        projection takes `head_record_bytes`.
         """
         tokens, kv_heads = size.tokens, attention.kv_heads
         widest = max(hidden, attention.attended, mixed)
 
         def records(columns: int) -> Tensor:
             return torch.empty(tokens, columns // SPAN * layout.bytes, dtype=torch.uint8)
-
-        head_bytes = hidden // SPAN * SIXTEEN_BITS.bytes
 
         before_gate = 0 if is_gated_at_once else inner
         logits = torch.empty(size.logits, own_vocab_size * tp_size, dtype=torch.float32)
@@ -143,7 +143,7 @@ class StepBuffers:
             gated=torch.empty(tokens, before_gate, dtype=torch.float32),
             records=records(widest),
             gated_records=records(inner),
-            head_records=torch.empty(size.logits, head_bytes, dtype=torch.uint8),
+            head_records=torch.empty(size.logits, head_record_bytes, dtype=torch.uint8),
             layout=layout,
             laid_out=torch.empty(
                 most_laid_out_bytes(tokens, max(widest, inner)) if has_dense else 0, dtype=torch.uint8

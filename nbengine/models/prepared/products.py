@@ -26,6 +26,11 @@ def layout_of(weight: PackedWeight) -> RecordLayout:
     return RecordLayout(weight.activation_bits)
 
 
+def record_bytes(weight: Weight) -> int:
+    """Return the bytes of a rounded row that is multiplied with a weight: none if it is dense."""
+    return weight.shape[1] // SPAN * layout_of(weight).bytes if isinstance(weight, PackedWeight) else 0
+
+
 def product_arguments(
     weight: PackedWeight, num_threads: int, records: Tensor, target: Tensor
 ) -> ProductArguments:

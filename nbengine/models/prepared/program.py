@@ -39,6 +39,7 @@ from nbengine.models.prepared.latent import LatentBuffers
 from nbengine.models.prepared.layer_inputs import InputBuffers
 from nbengine.models.prepared.next_steps import NextSteps
 from nbengine.models.prepared.operations import LayerAttention, StepOperations, is_gated_at_once
+from nbengine.models.prepared.products import record_bytes
 from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, RecurrentGroup
 from nbengine.models.step_output import StepOutput
 
@@ -316,6 +317,7 @@ def _buffers_of(
         has_dense=model.dtype.itemsize == 2,
         partial_bytes=partial_bytes,
         layout=RecordLayout(model.activation_bits),
+        head_record_bytes=0 if head is None else record_bytes(head),
     )
 
 
