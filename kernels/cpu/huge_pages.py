@@ -14,7 +14,8 @@ import torch
 
 HUGE_PAGE = 2 * 2**20
 _MADV_POPULATE_WRITE = 23
-"""From Linux's asm-generic/mman-common.h; the standard library has no name for it."""
+_MADV_COLLAPSE = 25
+"""From Linux's asm-generic/mman-common.h; the standard library has no names for them."""
 
 
 def zeros_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -22,7 +23,9 @@ def zeros_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
 
     Decode reads a KV cache block by block, in no order: with pages of 2 MiB instead of 4 KiB most of these
     reads find their address translation cached. Where huge pages are unknown or switched off, the pages are
-    ordinary ones.
+    ordinary ones. So are those that are used before `take_huge_pages` comes to them, which makes them huge: a step
+    would wait for the clearing of 2 MiB to write a few KiB, and a virtual machine that gets the memory from its
+    host takes 5 ms for that.
 
     Raises:
         OSError: there is not enough memory.
@@ -31,19 +34,21 @@ def zeros_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
     if not count:
         return torch.zeros(tuple(shape), dtype=dtype)
     memory = _anonymous(count * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    takes_pages = can_take_pages()
+    advice = getattr(mmap, "MADV_NOHUGEPAGE" if takes_pages else "MADV_HUGEPAGE", None)
+    if advice is not None:
         # A kernel built without huge pages refuses; ordinary pages serve as well.
         with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(advice)
     tensor = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
-    return tensor if can_take_pages() else tensor.zero_()
+    return tensor if takes_pages else tensor.zero_()
 
 
 @cache
 def can_take_pages() -> bool:
-    """Return whether the system takes pages on demand of `take_pages` (Linux does since 5.14)."""
+    """Return whether the system takes pages on demand of `take_huge_pages` (Linux does since 5.14)."""
     memory = _anonymous(mmap.PAGESIZE)
-    return take_pages(torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), mmap.PAGESIZE)
+    return take_huge_pages(torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), mmap.PAGESIZE)
 
 
 def _anonymous(num_bytes: int) -> mmap.mmap:
@@ -53,14 +58,20 @@ def _anonymous(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def take_pages(address: int, num_bytes: int) -> bool:
-    """Take the pages of memory that nothing may have been written to, and leave what was; return False if the
+def take_huge_pages(address: int, num_bytes: int) -> bool:
+    """Take the pages of memory, huge ones where it covers them, and leave what is written there; return False if the
     system refuses or has none left.
 
     Others may use the memory meanwhile.
     """
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
-    return _advise(first, address + num_bytes - first, _MADV_POPULATE_WRITE)
+    size = address + num_bytes - first
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None and size >= HUGE_PAGE:
+        # A refusal of these two leaves ordinary pages. The second is for what has been used already (Linux 6.1).
+        _advise(first, size, advice)
+        _advise(first, size, _MADV_COLLAPSE)
+    return _advise(first, size, _MADV_POPULATE_WRITE)
 
 
 def ask_for_huge_pages(storage: torch.UntypedStorage) -> None:

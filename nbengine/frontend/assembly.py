@@ -13,6 +13,7 @@ from nbengine.config import EngineConfig
 from nbengine.engine.bounds import check_counts, check_memory
 from nbengine.frontend.outputs.output_processor import OutputProcessor
 from nbengine.frontend.requests.input_processor import InputProcessor
+from nbengine.frontend.requests.prompt_length import TextEncoder
 from nbengine.frontend.text.decoding import TextDecoding
 from nbengine.frontend.text.stored_templates import check_template
 from nbengine.frontend.text.tokenizer import load_tokenizer, resolve_tokenizer, with_tokenizer
@@ -87,24 +88,29 @@ def assemble(client: EngineCoreClient, progress: ProgressCallback | None) -> Fro
     try:
         if connection is None or connection.is_here:
             tokenizer = load_tokenizer(config.model)
-            return _assemble(config, tokenizer, client.wait_ready(progress))
+            encoder = TextEncoder(tokenizer.backend_tokenizer)
+            return _assemble(config, tokenizer, encoder, client.wait_ready(progress))
         ready = client.wait_ready(progress)
         answer = client.submit_utility("describe_model").result(DESCRIPTION_TIMEOUT)
         description = msgspec.convert(answer, ModelDescription)
         with described_model(config.model, description) as model:
-            return _assemble(dataclasses.replace(config, model=model), load_tokenizer(model), ready)
+            tokenizer = load_tokenizer(model)
+            encoder = TextEncoder(tokenizer.backend_tokenizer)
+            return _assemble(dataclasses.replace(config, model=model), tokenizer, encoder, ready)
     except BaseException:
         client.abandon()
         raise
 
 
-def _assemble(config: EngineConfig, tokenizer: PreTrainedTokenizerFast, ready: EngineReady) -> FrontendParts:
+def _assemble(
+    config: EngineConfig, tokenizer: PreTrainedTokenizerFast, encoder: TextEncoder, ready: EngineReady
+) -> FrontendParts:
     warn_of_unmet_statements(config.model, tokenizer)
     warn_of_shorter_lengths(config.model, ready.max_model_len)
     warn_of_changed_angles(config.model, ready.max_model_len)
     return FrontendParts(
         ready,
         tokenizer,
-        InputProcessor(config, tokenizer, ready.max_model_len, ready.supported_tasks),
+        InputProcessor(config, tokenizer, encoder, ready.max_model_len, ready.supported_tasks),
         OutputProcessor(TextDecoding.of(tokenizer), stream_interval=config.scheduler.stream_interval),
     )

@@ -146,9 +146,10 @@ def load_model(
     progress: ProgressCallback | None = None,
     parallel: ParallelState = SINGLE,
     store: PackedStore | None = None,
+    packed: PackedFormats | None = None,
 ) -> CausalModel:
     """Load a rank's weights of a resolved decoder; `progress` gets messages of the stage "load". Packed weights
-    come from `store` and go there.
+    come from `store` and go there; `packed` is what `packed_formats` says, which need not be asked twice.
 
     Raises:
         ModelLoadError: the architecture is not supported, or the files are corrupt or do not fit together.
@@ -161,7 +162,7 @@ def load_model(
         max_positions=config.max_model_len,
         report=Reporter(progress, "load"),
         parallel=parallel,
-        packed=packed_formats(config, device),
+        packed=packed_formats(config, device) if packed is None else packed,
         store=store,
     )
 

@@ -140,8 +140,10 @@ class Worker:
             if self.config.parallel.data_parallel_joins_later:
                 decoder = make_model(config, self.device, dtype, self._progress, self._parallel)
             else:
-                store = packed_store()
-                decoder = load_model(config, self.device, dtype, self._progress, self._parallel, store)
+                packed, store = self.precision.packed, packed_store()
+                decoder = load_model(
+                    config, self.device, dtype, self._progress, self._parallel, store, packed
+                )
             self.model = decoder
             overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
             transfer = CudaTransfer if overlaps else None

@@ -23,6 +23,7 @@ from nbengine.config import EngineArgs, EngineConfig, ModelConfig
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError, NotSupportedError
 from nbengine.frontend.options import EngineOptions
 from nbengine.frontend.requests.input_processor import InputProcessor
+from nbengine.frontend.requests.prompt_length import TextEncoder
 from nbengine.frontend.text.tokenizer import load_tokenizer
 from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
@@ -455,7 +456,8 @@ ODD_CONSTRAINTS: dict[str, list[Any]] = {
 
 @pytest.fixture(scope="module")
 def processor(model: ModelConfig) -> InputProcessor:
-    return InputProcessor(EngineConfig(model=model), load_tokenizer(model), 64)
+    tokenizer = load_tokenizer(model)
+    return InputProcessor(EngineConfig(model=model), tokenizer, TextEncoder(tokenizer.backend_tokenizer), 64)
 
 
 def send(processor: InputProcessor, prompt: Any = "x", request_id: Any = "r", **params: Any) -> Any:

@@ -82,13 +82,15 @@ class InputProcessor:
     """The processor that validates and tokenizes prompts and completes their sampling parameters, from any
     thread.
 
-    `max_model_len` is the engine's limit on prompt and output tokens together.
+    `encoder` is one with the backend of `tokenizer`; `max_model_len` is the engine's limit on prompt and output
+    tokens together.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         tokenizer: PreTrainedTokenizerFast,
+        encoder: TextEncoder,
         max_model_len: int,
         supported_tasks: Sequence[str] = ("generate",),
     ) -> None:
@@ -96,7 +98,7 @@ class InputProcessor:
         hf_config = load_hf_config(config.model)
         self.max_model_len = max_model_len
         self._policy = config.scheduler.scheduling_policy
-        self.encoder = TextEncoder(tokenizer.backend_tokenizer)
+        self.encoder = encoder
         self.chat_encoder = QuotingEncoder(self.encoder)
         self._id_to_token = tokenizer.backend_tokenizer.id_to_token
         self._reasoning = ReasoningInputs(tokenizer.backend_tokenizer, self.encoder)

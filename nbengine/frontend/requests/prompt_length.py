@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from nbengine.checks import require_utf8
 from nbengine.errors import InvalidArgumentError
@@ -79,36 +81,60 @@ class TextEncoder:
         return AtLeast(-(-len(text.encode(errors="replace")) // self._most_bytes))
 
 
+class _Model(msgspec.Struct):
+    """What `tokenizer.json` says of a model; the vocabulary is read for BPE alone."""
+
+    type: str
+    vocab: msgspec.Raw
+    byte_fallback: bool = False
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+    lstrip: bool
+    rstrip: bool
+
+
+class _Description(msgspec.Struct):
+    """What `most_bytes_of_token` needs of `tokenizer.json`; the merges, most of it, are skipped."""
+
+    model: _Model
+    added_tokens: list[_AddedToken]
+    normalizer: dict[str, Any] | None
+    pre_tokenizer: dict[str, Any] | None
+
+
 def most_bytes_of_token(tokenizer: Tokenizer) -> int | None:
     """Return the most bytes of a text that one token stands for; None if that may be any number.
 
     The number is known of tokenizers that lose nothing of a text: those whose alphabet is bytes, or falls
     back to them.
     """
-    description: dict[str, Any] = json.loads(tokenizer.to_str())
-    model, vocabulary = description["model"], tokenizer.get_vocab()
-    pre_tokenizers = _parts(description["pre_tokenizer"], "pretokenizers")
+    description = msgspec.json.decode(tokenizer.to_str(), type=_Description)
+    pre_tokenizers = _parts(description.pre_tokenizer, "pretokenizers")
     kinds = [part["type"] for part in pre_tokenizers]
-    if model["type"] != "BPE" or any(_loses_text(part) for part in pre_tokenizers):
+    if description.model.type != "BPE" or any(_loses_text(part) for part in pre_tokenizers):
         return None
+    vocabulary = msgspec.json.decode(description.model.vocab, type=dict[str, int])
     if "ByteLevel" in kinds:
         # It writes each byte as one character: with 256 tokens of one character no byte is unknown.
-        has_all_bytes = sum(len(token) == 1 for token in model["vocab"]) >= _BYTES
+        has_all_bytes = sum(len(token) == 1 for token in vocabulary) >= _BYTES
     else:
-        has_all_bytes = model.get("byte_fallback", False) and all(
-            f"<0x{byte:02X}>" in vocabulary for byte in range(_BYTES)
+        has_all_bytes = description.model.byte_fallback and all(
+            tokenizer.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(_BYTES)
         )
     factor = 1
-    for part in _parts(description["normalizer"], "normalizers"):
+    for part in _parts(description.normalizer, "normalizers"):
         if part["type"] == "NFC":
             factor = _COMPOSED
         elif part["type"] not in _GROWING or not _grows(part):
             return None
     # An added token may take all the white space beside it.
-    strips = any(token["lstrip"] or token["rstrip"] for token in description["added_tokens"])
+    strips = any(token.lstrip or token.rstrip for token in description.added_tokens)
     if strips or not has_all_bytes:
         return None
-    return factor * max(len(token.encode(errors="replace")) for token in vocabulary)
+    added = (token.content for token in description.added_tokens)
+    return factor * max(len(token.encode()) for token in itertools.chain(vocabulary, added))
 
 
 def _parts(description: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:

@@ -4,12 +4,16 @@ Taking a page means that the system clears it, which for a cache of gigabytes la
 never been used. No request waits for that, yet soon after a start the memory is the engine's: others that ask
 what is free do not count on it.
 
+Until then a step that comes first takes ordinary pages, which are cleared sooner than huge ones; the background makes
+them huge.
+
 Steps go first, and the lowest priority does not see to that alone: a step's threads yield where they wait for
 each other, and each time the system may clear a whole page in between.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -18,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from nbengine.kernels.cpu.huge_pages import HUGE_PAGE, take_pages
+from nbengine.kernels.cpu.huge_pages import HUGE_PAGE, take_huge_pages
 from nbengine.units import size
 
 logger = logging.getLogger(__name__)
@@ -72,15 +76,24 @@ class KVPages:
             if self._is_stopped.is_set():
                 return
             began = time.thread_time()
-            if not take_pages(address, num_bytes):
+            if not take_huge_pages(address, num_bytes):
                 total = sum(cache.nbytes for cache in self._caches)
                 logger.warning("memory is short: the KV cache of %s is taken as it is needed", size(total))
                 return
             spent = time.thread_time() - began
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
-        halves = [half for cache in self._caches for half in cache]
-        longest = max((half.nbytes for half in halves), default=0)
-        for first in range(0, longest, _PIECE):
-            for half in halves:
-                yield half.data_ptr() + first, min(_PIECE, half.nbytes - first)
+        """Yield address and bytes of each piece, the low blocks of all halves first.
+
+        A piece is a huge page, which may hold the end of one half and the begin of the next.
+        """
+        runs = []
+        for cache in self._caches:
+            first, end = cache.data_ptr(), cache.data_ptr() + cache.nbytes
+            starts = sorted({half.data_ptr() // _PIECE * _PIECE for half in cache})
+            runs += [
+                [(max(place, first), min(place + _PIECE, end)) for place in range(*ends, _PIECE)]
+                for ends in itertools.pairwise([*starts, end])
+            ]
+        for pieces in itertools.zip_longest(*runs):
+            yield from ((first, end - first) for first, end in filter(None, pieces))

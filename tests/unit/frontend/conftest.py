@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nbengine.config import EngineConfig, ModelConfig, SchedulerConfig
 from nbengine.frontend.requests.input_processor import InputProcessor
+from nbengine.frontend.requests.prompt_length import TextEncoder
 
 MAX_MODEL_LEN = 64
 SPECIAL_TOKENS = ["<|end|>", "<|user|>", "<|assistant|>"]
@@ -127,4 +128,4 @@ def tokenizer(model_directory: Path) -> PreTrainedTokenizerFast:
 @pytest.fixture
 def input_processor(engine_config: EngineConfig, tokenizer: PreTrainedTokenizerFast) -> InputProcessor:
     """The input processor of an engine with `MAX_MODEL_LEN` tokens of context."""
-    return InputProcessor(engine_config, tokenizer, MAX_MODEL_LEN)
+    return InputProcessor(engine_config, tokenizer, TextEncoder(tokenizer.backend_tokenizer), MAX_MODEL_LEN)

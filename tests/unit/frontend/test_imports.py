@@ -97,10 +97,11 @@ from nbengine import runs
 from nbengine.config import EngineConfig, ModelConfig
 from nbengine.frontend.text.chat import render_chat
 from nbengine.frontend.requests.input_processor import InputProcessor
+from nbengine.frontend.requests.prompt_length import TextEncoder
 from nbengine.frontend.text.tokenizer import load_tokenizer
 model = ModelConfig(model="x", directory={str(model_directory)!r})
 tokenizer = load_tokenizer(model)
-processor = InputProcessor(EngineConfig(model=model), tokenizer, 64, ("generate", "embed"))
+processor = InputProcessor(EngineConfig(model=model), tokenizer, TextEncoder(tokenizer.backend_tokenizer), 64, ("generate", "embed"))
 prompt = render_chat(tokenizer, [{{"role": "user", "content": "hi"}}])
 processor.process_inputs("r", prompt, SamplingParams())
 processor.process_inputs("r", prompt, PoolingParams(task="embed", truncate_prompt_tokens=2))

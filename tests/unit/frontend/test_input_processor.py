@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from nbengine.config import EngineConfig, ModelConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, ModelLoadError, NotSupportedError
 from nbengine.frontend.requests.input_processor import InputProcessor, _can_structure, prompt_text
+from nbengine.frontend.requests.prompt_length import TextEncoder
 from nbengine.frontend.requests.reasoning import ReasoningMarks
 from nbengine.frontend.text.tokenizer import load_tokenizer
 from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -343,7 +344,12 @@ def test_a_priority_is_checked_and_a_rank_is_kept(
     )
     with pytest.raises(InvalidArgumentError, match="priority must be an integer of at most 64 bits"):
         input_processor.process_inputs("r", "x", SamplingParams(), priority=2**63)
-    first_come = InputProcessor(EngineConfig(model=engine_config.model), tokenizer, MAX_MODEL_LEN)
+    first_come = InputProcessor(
+        EngineConfig(model=engine_config.model),
+        tokenizer,
+        TextEncoder(tokenizer.backend_tokenizer),
+        MAX_MODEL_LEN,
+    )
     with pytest.raises(InvalidArgumentError, match="scheduling_policy='priority'"):
         first_come.process_inputs("r", "x", SamplingParams(), priority=1)
 
@@ -361,7 +367,9 @@ def processor_with(
     """The input processor of a copy of the model with another generation_config.json."""
     (directory / "generation_config.json").write_text(json.dumps(content))
     model = ModelConfig(model="tiny", directory=str(directory), **settings)
-    return InputProcessor(EngineConfig(model=model), tokenizer, MAX_MODEL_LEN)
+    return InputProcessor(
+        EngineConfig(model=model), tokenizer, TextEncoder(tokenizer.backend_tokenizer), MAX_MODEL_LEN
+    )
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from nbengine.config import EngineConfig, ModelConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, ModelLoadError
 from nbengine.frontend.requests.input_processor import InputProcessor
 from nbengine.frontend.requests.pooling_inputs import PoolingInputs
+from nbengine.frontend.requests.prompt_length import TextEncoder
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.models.checkpoints.tiny import random_tiny
@@ -125,7 +126,13 @@ def tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 def processor(directory: Path, tokenizer: PreTrainedTokenizerFast, *tasks: str) -> InputProcessor:
     config = EngineConfig(model=ModelConfig("tiny", directory=str(directory)))
-    return InputProcessor(config, tokenizer, 32, tasks or ("generate", "embed", "score", "encode"))
+    return InputProcessor(
+        config,
+        tokenizer,
+        TextEncoder(tokenizer.backend_tokenizer),
+        32,
+        tasks or ("generate", "embed", "score", "encode"),
+    )
 
 
 def test_a_request_leaves_with_everything_said(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:

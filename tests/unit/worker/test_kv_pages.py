@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nbengine.config import EngineConfig
-from nbengine.kernels.cpu.huge_pages import can_take_pages, zeros_in_huge_pages
+from nbengine.kernels.cpu.huge_pages import HUGE_PAGE, can_take_pages, zeros_in_huge_pages
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.sampling_params import SamplingParams
 from nbengine.worker import model_runner
@@ -61,7 +61,7 @@ def test_a_stopped_thread_has_ended_and_takes_no_more(monkeypatch):
         started.set()
         return go_on.wait(60)
 
-    monkeypatch.setattr(kv_pages, "take_pages", take)
+    monkeypatch.setattr(kv_pages, "take_huge_pages", take)
     pages = KVPages(caches(2))
     assert started.wait(60)
     stopped = pages._is_stopped
@@ -82,7 +82,7 @@ def test_while_a_step_is_computed_there_is_a_pause_before_each_piece(monkeypatch
         started.set()
         return go_on.wait(60)
 
-    monkeypatch.setattr(kv_pages, "take_pages", take)
+    monkeypatch.setattr(kv_pages, "take_huge_pages", take)
     pages = KVPages(caches(1))
     assert started.wait(60)
     monkeypatch.setattr(pages._is_stopped, "wait", pauses.append)
@@ -105,7 +105,7 @@ def test_between_steps_nothing_is_waited_for(monkeypatch):
         started.set()
         return go_on.wait(60)
 
-    monkeypatch.setattr(kv_pages, "take_pages", take)
+    monkeypatch.setattr(kv_pages, "take_huge_pages", take)
     pages = KVPages(caches(1))
     assert started.wait(60)
     monkeypatch.setattr(pages._is_stopped, "wait", pauses.append)
@@ -118,26 +118,44 @@ def test_between_steps_nothing_is_waited_for(monkeypatch):
 
 @takes_pages
 def test_memory_that_runs_out_is_told_and_ends_nothing(monkeypatch, caplog):
-    monkeypatch.setattr(kv_pages, "take_pages", lambda address, num_bytes: False)
+    monkeypatch.setattr(kv_pages, "take_huge_pages", lambda address, num_bytes: False)
     with caplog.at_level(logging.WARNING):
         KVPages(caches(1)).join()
     assert "memory is short: the KV cache of 31.2 MiB is taken as it is needed" in caplog.text
 
 
 @takes_pages
-def test_the_pieces_cover_each_cache_once_with_low_blocks_first(monkeypatch):
+@pytest.mark.parametrize("shape", [SHAPE, (5000, 3, 600), (2, 3, 5)], ids=["halves", "rows", "small"])
+def test_the_pieces_are_huge_pages_that_cover_each_cache_once(monkeypatch, shape):
     pieces = []
-    monkeypatch.setattr(kv_pages, "take_pages", lambda *piece: pieces.append(piece) or True)
+    monkeypatch.setattr(kv_pages, "take_huge_pages", lambda *piece: pieces.append(piece) or True)
+    tensors = [zeros_in_huge_pages(shape, torch.float32) for _ in range(2)]
+    KVPages(tensors).join()
+    for tensor in tensors:
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        own = sorted(piece for piece in pieces if start <= piece[0] < end)
+        assert [first for first, _ in own] == [
+            start,
+            *range(start // HUGE_PAGE * HUGE_PAGE + HUGE_PAGE, end, HUGE_PAGE),
+        ]
+        assert [first + size for first, size in own] == [first for first, _ in own[1:]] + [end]
+
+
+@takes_pages
+def test_the_low_blocks_of_all_halves_come_first(monkeypatch):
+    pieces = []
+    monkeypatch.setattr(kv_pages, "take_huge_pages", lambda *piece: pieces.append(piece) or True)
     tensors = caches(2)
     KVPages(tensors).join()
     halves = [half for tensor in tensors for half in tensor]
-    for half in halves:
-        start, stop = half.data_ptr(), half.data_ptr() + half.nbytes
-        own = [(first, size) for first, size in pieces if start <= first < stop]
-        assert own == sorted(own)
-        assert sum(size for _, size in own) == half.nbytes
-        assert own[0][0] == start
-    assert {first for first, _ in pieces[: len(halves)]} == {half.data_ptr() for half in halves}
+    for place, half in enumerate(halves):
+        first, size = pieces[place]
+        assert first <= half.data_ptr() < first + size
+    for tensor in tensors:
+        split = tensor[1].data_ptr() // HUGE_PAGE * HUGE_PAGE
+        for low, high in ((tensor.data_ptr(), split), (split, tensor.data_ptr() + tensor.nbytes)):
+            own = [first for first, _ in pieces if low <= first < high]
+            assert own == sorted(own)
 
 
 @takes_pages
