@@ -23,9 +23,7 @@ def zeros_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
 
     Decode reads a KV cache block by block, in no order: with pages of 2 MiB instead of 4 KiB most of these
     reads find their address translation cached. Where huge pages are unknown or switched off, the pages are
-    ordinary ones. So are those that are used before `take_huge_pages` comes to them, which makes them huge: a step
-    would wait for the clearing of 2 MiB to write a few KiB, and a virtual machine that gets the memory from its
-    host takes 5 ms for that.
+    ordinary ones.
 
     Raises:
         OSError: there is not enough memory.
@@ -34,14 +32,12 @@ def zeros_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
     if not count:
         return torch.zeros(tuple(shape), dtype=dtype)
     memory = _anonymous(count * dtype.itemsize)
-    takes_pages = can_take_pages()
-    advice = getattr(mmap, "MADV_NOHUGEPAGE" if takes_pages else "MADV_HUGEPAGE", None)
-    if advice is not None:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel built without huge pages refuses; ordinary pages serve as well.
         with contextlib.suppress(OSError):
-            memory.madvise(advice)
+            memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
-    return tensor if takes_pages else tensor.zero_()
+    return tensor if can_take_pages() else tensor.zero_()
 
 
 @cache
@@ -56,6 +52,14 @@ def _anonymous(num_bytes: int) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, num_bytes)
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def ask_for_small_pages(address: int, num_bytes: int) -> None:
+    """Have the first use of memory take ordinary pages, each as it is needed, until `take_huge_pages` comes to it."""
+    advice = getattr(mmap, "MADV_NOHUGEPAGE", None)
+    if advice is not None:
+        # A refusal changes nothing.
+        _advise(address, num_bytes, advice)
 
 
 def take_huge_pages(address: int, num_bytes: int) -> bool:

@@ -31,7 +31,7 @@ CORE_MODULES = (
     "nbengine.models.prepared.program",
     "nbengine.worker.worker",
 )
-"""What an engine on one processor imports: a start that finds all of it imported takes a tenth of a second less."""
+"""The modules of an engine on one processor; a start that finds them imported takes a tenth of a second less."""
 
 
 def wait_as_host() -> tuple[HostOrder, SpareProcess] | None:

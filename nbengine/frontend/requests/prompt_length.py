@@ -82,7 +82,7 @@ class TextEncoder:
 
 
 class _Model(msgspec.Struct):
-    """What `tokenizer.json` says of a model; the vocabulary is read for BPE alone."""
+    """The model in `tokenizer.json`, whose vocabulary is read for BPE alone."""
 
     type: str
     vocab: msgspec.Raw
@@ -96,7 +96,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _Description(msgspec.Struct):
-    """What `most_bytes_of_token` needs of `tokenizer.json`; the merges, most of it, are skipped."""
+    """The part of `tokenizer.json` that `most_bytes_of_token` needs; the merges, most of the file, are skipped."""
 
     model: _Model
     added_tokens: list[_AddedToken]

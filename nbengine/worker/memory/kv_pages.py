@@ -4,8 +4,9 @@ Taking a page means that the system clears it, which for a cache of gigabytes la
 never been used. No request waits for that, yet soon after a start the memory is the engine's: others that ask
 what is free do not count on it.
 
-Until then a step that comes first takes ordinary pages, which are cleared sooner than huge ones; the background makes
-them huge.
+All of them are huge, but the first one of each half of a layer's cache: a step that comes before the background takes
+ordinary pages there, which the background makes huge. The first prompt after a start would wait for the clearing of 2
+MiB for each half to write a few KiB, and a virtual machine that gets the memory from its host takes 5 ms for each.
 
 Steps go first, and the lowest priority does not see to that alone: a step's threads yield where they wait for
 each other, and each time the system may clear a whole page in between.
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from nbengine.kernels.cpu.huge_pages import HUGE_PAGE, take_huge_pages
+from nbengine.kernels.cpu.huge_pages import HUGE_PAGE, ask_for_small_pages, take_huge_pages
 from nbengine.units import size
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ class KVPages:
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
         self._caches = list(caches)
+        for first_pages in itertools.islice(self._rounds(), 1):
+            for place in first_pages:
+                ask_for_small_pages(*place)
         self._is_stopped = threading.Event()
         self._is_held_back = False
         self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
@@ -70,7 +74,7 @@ class KVPages:
         # Steps go first: on Linux each thread has a priority of its own.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         spent = 0.0
-        for address, num_bytes in self._pieces():
+        for address, num_bytes in itertools.chain.from_iterable(self._rounds()):
             if self._is_held_back:
                 self._is_stopped.wait(PAUSES * spent)
             if self._is_stopped.is_set():
@@ -82,10 +86,10 @@ class KVPages:
                 return
             spent = time.thread_time() - began
 
-    def _pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield address and bytes of each piece, the low blocks of all halves first.
+    def _rounds(self) -> Iterator[list[tuple[int, int]]]:
+        """Yield address and bytes of the next piece of each half of all caches, from low blocks to high ones.
 
-        A piece is a huge page, which may hold the end of one half and the begin of the next.
+        A piece is a huge page, which may hold the end of one half and the begin of the other.
         """
         runs = []
         for cache in self._caches:
@@ -96,4 +100,4 @@ class KVPages:
                 for ends in itertools.pairwise([*starts, end])
             ]
         for pieces in itertools.zip_longest(*runs):
-            yield from ((first, end - first) for first, end in filter(None, pieces))
+            yield [(first, end - first) for first, end in filter(None, pieces)]

@@ -121,7 +121,7 @@ def test_the_bytes_that_are_counted_are_those_that_the_cache_takes(int8_config: 
     assert taken == heads * (model.head_dim + 4)
     pages = KVPages(caches)
     pages.join()
-    assert sum(num_bytes for _, num_bytes in pages._pieces()) == taken
+    assert sum(num_bytes for pieces in pages._rounds() for _, num_bytes in pieces) == taken
     worker.sleep(1)
     worker.wake_up("weights")
     worker.wake_up("kv_cache")

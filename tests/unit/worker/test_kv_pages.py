@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from nbengine.config import EngineConfig
-from nbengine.kernels.cpu.huge_pages import HUGE_PAGE, can_take_pages, zeros_in_huge_pages
+from nbengine.kernels.cpu.huge_pages import (
+    HUGE_PAGE,
+    can_take_pages,
+    take_huge_pages,
+    zeros_in_huge_pages,
+)
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.sampling_params import SamplingParams
 from nbengine.worker import model_runner
@@ -36,6 +41,29 @@ def test_a_new_cache_has_no_memory_until_all_of_it_is_taken():
     assert max(map(resident_bytes, storages)) < tensors[0].nbytes // 10
     KVPages(tensors).join()
     assert min(map(resident_bytes, storages)) >= tensors[0].nbytes
+
+
+@takes_pages
+def test_the_first_steps_take_the_small_pages_that_they_need(monkeypatch):
+    """Until the background comes to them; what lies behind is huge at once, where there are huge pages."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def wait(*piece: int) -> bool:
+        started.set()
+        return go_on.wait(60) and take_huge_pages(*piece)
+
+    monkeypatch.setattr(kv_pages, "take_huge_pages", wait)
+    tensors = caches(2)
+    pages = KVPages(tensors)
+    assert started.wait(60)
+    for tensor in tensors:
+        tensor[:, :4] = 1
+    assert sum(resident_bytes(tensor.untyped_storage()) for tensor in tensors) <= 4 * 4 * 16384 + 4 * 4096
+    go_on.set()
+    pages.join()
+    for tensor in tensors:
+        assert resident_bytes(tensor.untyped_storage()) >= tensor.nbytes
+        assert int(tensor.count_nonzero()) == tensor[:, :4].numel()
 
 
 @takes_pages
@@ -125,7 +153,7 @@ def test_memory_that_runs_out_is_told_and_ends_nothing(monkeypatch, caplog):
 
 
 @takes_pages
-@pytest.mark.parametrize("shape", [SHAPE, (5000, 3, 600), (2, 3, 5)], ids=["halves", "rows", "small"])
+@pytest.mark.parametrize("shape", [SHAPE, (1, *SHAPE[1:]), (2, 3, 5)], ids=["halves", "latents", "small"])
 def test_the_pieces_are_huge_pages_that_cover_each_cache_once(monkeypatch, shape):
     pieces = []
     monkeypatch.setattr(kv_pages, "take_huge_pages", lambda *piece: pieces.append(piece) or True)
