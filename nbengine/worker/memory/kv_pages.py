@@ -4,9 +4,10 @@ Taking a page means that the system clears it, which for a cache of gigabytes la
 never been used. No request waits for that, yet soon after a start the memory is the engine's: others that ask
 what is free do not count on it.
 
-All of them are huge, but the first one of each half of a layer's cache: a step that comes before the background takes
-ordinary pages there, which the background makes huge. The first prompt after a start would wait for the clearing of 2
-MiB for each half to write a few KiB, and a virtual machine that gets the memory from its host takes 5 ms for each.
+All of them are huge, but those of the first 2 MiB of each half of a layer's cache: a step that comes before the
+background takes ordinary pages there, which the background makes huge. The first prompt after a start would wait for
+the clearing of 2 MiB for each half to write a few KiB, and a virtual machine that gets the memory from its host takes
+5 ms for each.
 
 Steps go first, and the lowest priority does not see to that alone: a step's threads yield where they wait for
 each other, and each time the system may clear a whole page in between.
@@ -44,9 +45,9 @@ class KVPages:
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
         self._caches = list(caches)
-        for first_pages in itertools.islice(self._rounds(), 1):
-            for place in first_pages:
-                ask_for_small_pages(*place)
+        for cache in self._caches:
+            for half in cache:
+                _begin_with_small_pages(cache, half.data_ptr())
         self._is_stopped = threading.Event()
         self._is_held_back = False
         self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
@@ -101,3 +102,10 @@ class KVPages:
             ]
         for pieces in itertools.zip_longest(*runs):
             yield [(first, end - first) for first, end in filter(None, pieces)]
+
+
+def _begin_with_small_pages(cache: Tensor, half: int) -> None:
+    """Have the huge pages in which the first 2 MiB of a half of a cache lie taken as small ones by those who use them."""
+    begin, end = cache.data_ptr(), cache.data_ptr() + cache.nbytes
+    first, stop = half // HUGE_PAGE * HUGE_PAGE, -(-(half + HUGE_PAGE) // HUGE_PAGE) * HUGE_PAGE
+    ask_for_small_pages(max(first, begin), min(stop, end) - max(first, begin))
