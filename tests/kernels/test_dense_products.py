@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from nbengine.errors import InvalidArgumentError, NBEngineError
+from nbengine.kernels.cpu import dense
+from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.dense import CpuDense, has_split_products
-from nbengine.kernels.cpu.dense_parts import Instructions
+from nbengine.kernels.cpu.dense_parts import DenseKind, Instructions
 from nbengine.kernels.cpu.elements import ELEMENTS
 from nbengine.kernels.cpu.jit import host_processor
 from nbengine.kernels.dense_kernels import DenseProducts, select_dense, select_split
@@ -270,12 +272,23 @@ def test_splits_are_chosen_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> No
         taken.clear()
 
 
-def test_splits_give_way_to_torch_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refused", ["nothing is compiled", "the tiles compute wrongly"])
+def test_splits_give_way_to_torch_where_they_cannot_be_used(
+    refused: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: object) -> None:
         raise NBEngineError("no code generator")
 
-    monkeypatch.setattr(CpuDense, "warm_up", refuse)
+    def fall_back(*_: object) -> tuple[DenseKind, None, int]:
+        return DenseKind(Instructions.WIDENED, Element.FLOAT32, Element.FLOAT32), None, 1
+
+    # The choice is the same on processors without tiles.
+    monkeypatch.setattr(Instructions, "of", lambda *_: [Instructions.SPLITS, Instructions.WIDENED])
+    is_compiled = refused != "nothing is compiled"
+    monkeypatch.setattr(dense, "compile_dense", fall_back if is_compiled else refuse)
     assert select_split.__wrapped__(CPU) is None
+    said = [] if is_compiled else ["products in float32 run through torch: no code generator"]
+    assert caplog.messages == said
 
 
 def test_the_dispatch_leaves_float32_and_other_devices_to_torch() -> None:
